@@ -15,7 +15,7 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class ByteGrad(Coded):
-    """Sends every element as an 8-, 4- or 2-bit code between its block's smallest and largest. Two hops.
+    """Sends every element in two hops, as an 8-, 4- or 2-bit code between its block's smallest and largest.
 
         code = round((x - min) / step),   step = (max - min) / (2^bits - 1)
 

@@ -1,4 +1,4 @@
-"""The strategies: one per file, a frozen dataclass with one coroutine, discovered on import."""
+"""The strategies, discovered on import. Each file has one: a frozen dataclass with one coroutine."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Remembering, OneMemory, Family):
-    """How ranks train together: knobs, `init` for its state, and one coroutine for a step.
+    """How ranks train together: knobs, `init` for the state, and one coroutine for a step.
 
     Claims are class variables; the laws in tests/laws check each of them.
 
@@ -64,24 +64,22 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     follows: ClassVar[bool] = False
 
     def dims(self, size: int) -> tuple[tuple[str, int], ...]:
-        """Returns the mesh of the `size` training ranks as (name, size) pairs, neighbouring ranks in the last
-        dimension.
+        """Returns the mesh of the `size` training ranks as (name, size) pairs. Neighbours differ in the last dimension.
 
-        `rank.group(name)` is then this rank within that dimension. The default is one dimension, "data", with all
-        ranks.
+        `rank.group(name)` is then this rank within that dimension. The default is one dimension "data" with all ranks.
         """
         return (("data", size),)
 
     def init(self, rank: Rank, params: list[Bucket]) -> Any:
-        """Creates the strategy's state on one rank, kept between steps; None for no state.
+        """Creates the strategy's state on one rank. The rank keeps it between steps. None for no state.
 
-        params: the parameters as `rank.params()` returns them, the same on all ranks at this moment; `rank.role` is set
+        params: the parameters as `rank.params()` returns them, equal on all ranks at this moment. `rank.role` is set
         """
         return None
 
     @abstractmethod
     async def step(self, rank: Rank, state: Any) -> int | None:
-        """Makes one training step on one rank; returns how many steps it counts for, if not 1."""
+        """Makes one training step on one rank. Returns how many steps it counts for, if not 1."""
 
     async def leave(self, rank: Rank, state: Any) -> None:
         """Finishes exchanges under way, so that the mean of the ranks is the canonical state."""
@@ -91,22 +89,22 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
         return None
 
     def refuses_size(self, size: int) -> str | None:
-        """Returns why it cannot run on `size` ranks, as a sentence with an alternative; or None."""
+        """Returns why it cannot run on `size` ranks, with an alternative, or None."""
         return None
 
     def refuses_model(self, parts: list[Part]) -> str | None:
-        """Returns why it cannot train a model of these parameters, as a sentence with an alternative; or None."""
+        """Returns why it cannot train a model of these parameters, with an alternative, or None."""
         return None
 
     def refuses_values(self, params: Mapping[str, Tensor]) -> str | None:
-        """Returns why it cannot begin with these parameters, by name, as a sentence with an alternative; or None.
+        """Returns why it cannot begin with these parameters, by name, with an alternative, or None.
 
         Hosts pass the parameters that this rank holds whole. `init` receives all of them.
         """
         return None
 
     def refuses(self, compressor: Any) -> str | None:
-        """Returns why `compressor` cannot work under this strategy, as a sentence with an alternative; or None."""
+        """Returns why `compressor` cannot work under this strategy, with an alternative, or None."""
         if self.opaque and not compressor.immediate:
             return (
                 f"{type(self).__name__} sends gradients by torch's own rules and cannot use "

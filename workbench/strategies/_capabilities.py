@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Serving:
     """Some ranks hold parameters and do not train. Law: a switch in and out leaves all ranks with one state.
 
-    tables: one rank holds each embedding table of the task, with its optimizer state; other ranks' copies are old
+    tables: one rank holds each embedding table of the task, with its optimizer state. Other ranks' copies are old
     """
 
     tables: ClassVar[bool] = False
@@ -66,11 +66,11 @@ class Apart:
         return self.propagation(size)
 
     def newest(self, rank: Rank, state: Any) -> int:
-        """Returns, on rank 0 with `propagation` > 0, the newest step that any rank may have begun."""
+        """Returns the newest step that any rank may have begun: on rank 0, with `propagation` > 0."""
         return rank.step
 
     def steps_apart(self, state: Any) -> int | None:
-        """Returns, if `periodic`, the steps since all ranks last had the same parameters; None if unknown.
+        """Returns, if `periodic`, the steps since all ranks last had the same parameters. None if unknown.
 
         If a rank is lost during an averaging, only some ranks have the mean. The ranks that have it count.
         """
@@ -81,7 +81,7 @@ class Apart:
         return None
 
     async def known(self, rank: Rank, state: Any) -> Any:
-        """Returns the last parameters that all ranks agree on, as far as this rank knows; None for this rank's own.
+        """Returns the last parameters that all ranks agree on, as far as this rank knows. None means its own.
 
         For ranks without a common step. It sends nothing, so that no rank waits when rank 0 evaluates.
         """
@@ -92,10 +92,10 @@ class Beside:
     """A second coroutine runs next to the steps. Law: it ends before the strategy is left, and a change restarts it."""
 
     async def background(self, rank: Rank, state: Any) -> None:
-        """Runs next to `step`, on a thread and connection of its own; changes parameters through `params`.
+        """Runs next to `step`, on a thread and connection of its own. Changes parameters through `params`.
 
         Symmetric ranks loop `while await rank.again()`, at most once per step. A server loops on `recv` until it
-        returns None. The coroutine ends when all steps have stopped, before `leave`, and begins again afterwards.
+        returns None. The coroutine ends when all steps have stopped, before `leave`. It begins again afterwards.
         """
 
     @property
@@ -153,7 +153,7 @@ class Sharding:
     async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: Iterator[Bucket]) -> None:
         """Gathers all parameters of `bucket` before a forward, a backward or an evaluation reads it.
 
-        following: the buckets that this pass will read next and that are not whole, in their order; take only the
+        following: the buckets that this pass will read next and that are not whole, in their order. Take only the
         buckets to gather now
         """
 
@@ -161,7 +161,7 @@ class Sharding:
         """Returns all offloaded shards to their places on the device.
 
         For strategies that `offloads`. Hosts call it before they make a new optimizer, leave the strategy, or cut
-        buckets again with nothing set `aside`.
+        buckets again while nothing is set `aside`.
         """
 
     def copies(self, state: Any) -> int:
@@ -169,7 +169,7 @@ class Sharding:
         return 0
 
     def aside(self, state: Any) -> list[Bucket]:
-        """Returns and forgets its offloaded parameter shards, before buckets are cut again; empty: `recall` them."""
+        """Returns and forgets its offloaded parameter shards, before buckets are cut again. If empty, `recall` them."""
         return []
 
     async def stow(self, rank: Rank, state: Any, bucket: Bucket) -> None:
@@ -183,11 +183,11 @@ class Outer:
     """An outer momentum outlives the strategy. Law: a switch at a round's end to another with one continues it."""
 
     def hands_on(self, rank: Rank, state: Any) -> Any:
-        """Returns, after `leave`, its outer momentum as displacements by parameter name; None without one."""
+        """Returns its outer momentum after `leave`, as displacements by parameter name. None without one."""
         return None
 
     def takes(self, rank: Rank, state: Any, momentum: Any) -> None:
-        """Continues, after `init`, with the momentum that the previous strategy `hands_on`."""
+        """Continues after `init` with the momentum that the previous strategy `hands_on`."""
 
     @property
     def has_outer(self) -> bool:
@@ -211,7 +211,7 @@ class OneMemory:
     """Several steps run at once on one vector of parameters. Law: no update is lost while steps do not collide.
 
     workers: how many `step`s run at once on each training rank; `rank.worker` distinguishes them
-    shared:  all workers of one machine share one vector of parameters, and `leave` averages nothing; on the engine all
+    shared:  all workers of one machine share one vector of parameters, and `leave` averages nothing. On the engine all
              ranks are on that machine
     """
 

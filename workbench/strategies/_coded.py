@@ -11,7 +11,7 @@ from workbench.rank import Rank, each, outlined
 
 
 async def mean(rank: Rank, x: Tensor, coder: Coder, name: str) -> Tensor:
-    """Returns about the mean over ranks, (n,) -> (n,) float32, bit-identical on all ranks.
+    """Returns about the mean over ranks, bit-identical on all ranks: `(n,)` -> `(n,)` float32.
 
     Each rank sums one of `size` chunks in float32 and sends the encoded sum to all ranks. A rank sends the bytes of 2
     (p-1) payloads of ceil(n / p) elements. An all-gather of every rank's codes would send p-1 payloads of n.
@@ -32,11 +32,11 @@ def _outlined(rows: Tensor, coder: Coder) -> list[Tensor]:
 
 @outlined(_outlined)
 def _encoded(rows: Tensor, coder: Coder) -> list[Tensor]:
-    """Returns each row's payload, part by part: (rows, ...)."""
+    """Returns each row's payload, part by part: `(rows, ...)`."""
     return [torch.stack(parts) for parts in zip(*(coder.encode(row) for row in rows), strict=True)]
 
 
 @outlined(lambda every, coder, like: like.new_empty(len(every[0]) * like.numel()))
 def _decoded(every: list[Tensor], coder: Coder, like: Tensor) -> Tensor:
-    """Returns all decoded payloads, concatenated: (rows * n,)."""
+    """Returns all decoded payloads, concatenated: `(rows * n,)`."""
     return torch.cat([coder.decode(one, like) for one in zip(*every, strict=True)])

@@ -1,4 +1,4 @@
-"""A user's own graph as text: edges ("0-1 1-2 2-0") or weights ("0.5 0.5; 0.5 0.5"), parsed."""
+"""Parses a user's own graph from text: edges ("0-1 1-2 2-0") or weights ("0.5 0.5; 0.5 0.5")."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _add_up(text: str, sums: list[tuple[str, int, float]], rule: str) -> None:
 
 
 def _filled(weights: dict[tuple[int, int], float], own: list[float]) -> tuple[tuple[float, ...], ...]:
-    """Returns the matrix with these weights by (from, to), and `own` on its diagonal."""
+    """Returns the matrix with these weights by `(from, to)`, and `own` on its diagonal."""
     ranks = range(len(own))
     return tuple(tuple(own[i] if i == j else weights.get((j, i), 0.0) for j in ranks) for i in ranks)
 

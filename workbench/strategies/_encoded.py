@@ -37,7 +37,7 @@ _parts: dict[Any, tuple[tuple[int, torch.Size, torch.dtype], ...]] = {}
 
 
 def _known(compressor: Compressor, x: Tensor) -> tuple[tuple[int, torch.Size, torch.dtype], ...]:
-    """Returns bytes, shape and dtype of each part of an encoded `x`; cached by shape and dtype."""
+    """Returns bytes, shape and dtype of each part of an encoded `x`. Cached by shape and dtype."""
     key = compressor, x.shape, x.dtype
     if key not in _parts:
         made = _coder(compressor, Memory()).encode(sizes_of(x))

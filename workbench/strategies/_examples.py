@@ -15,8 +15,8 @@ async def injected(rank: Rank, batch: Any, sharing: list[int], share: float) -> 
     """Returns `batch` followed by the examples that the other ranks of `sharing` send.
 
     Each of these ranks sends the first `share` of its own examples, at least one, to all other ranks. A batch is a
-    tensor, or tuples, lists and dicts of tensors, of any dtype, with the examples in dimension 0. Other values in it
-    stay. Raises StrategyError if the tensors disagree on the number of examples.
+    tensor, or tuples, lists and dicts of tensors of any dtype. Examples are in dimension 0. Other values in it stay.
+    Raises StrategyError if the tensors disagree on the number of examples.
     """
     own = list(_tensors(batch))
     examples = {t.shape[0] if t.dim() else 0 for t in own}

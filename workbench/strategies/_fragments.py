@@ -12,7 +12,8 @@ from workbench.rank import Bucket, Part
 
 
 def layers(parts: Sequence[Part]) -> dict[str, list[Part]]:
-    """Returns the parameters by layer, a module with parameters of its own; both in the order of their names.
+    """Returns the parameters by layer, both in the order of their names. A layer is a module with parameters of its
+    own.
 
     Numbers count as numbers: `blocks.10` comes after `blocks.9`. The order of buckets changes with their size.
     """
@@ -26,7 +27,7 @@ def fragments(parts: Sequence[Part], count: int) -> list[list[str]]:
     """Returns the parameter names of each of `count` fragments, with whole layers.
 
     From the largest to the smallest, each layer goes to the smallest fragment so far. So for layers of equal size,
-    fragment f has layers f, f + count, f + 2 count, ...
+    fragment f has layers f, f + count, f + 2 count and so on.
     """
     every = sorted(layers(parts).values(), key=_numel, reverse=True)
     held: list[list[Part]] = [[] for _ in range(count)]

@@ -128,7 +128,7 @@ def push_hops(graph: str, size: int, late: int) -> int:
 
 
 def refused(graph: str, size: int) -> str | None:
-    """Returns why `graph` cannot connect `size` ranks, as a sentence with an alternative; or None."""
+    """Returns why `graph` cannot connect `size` ranks, with an alternative, or None."""
     if graph in ("hypercube", "butterfly") and size & (size - 1):
         least = 1 << (bits(size) - 1)
         return f"a {graph} needs a power of two, not {size} ranks; use {least} ranks or graph='ring'"

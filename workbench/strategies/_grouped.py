@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def refuses(group: int, size: int) -> str | None:
-    """Returns why `size` ranks cannot form groups of `group`, as a sentence with an alternative; or None."""
+    """Returns why `size` ranks cannot form groups of `group`, with an alternative, or None."""
     if size % group == 0:
         return None
     fit = ", ".join(str(g) for g in range(1, size + 1) if size % g == 0)

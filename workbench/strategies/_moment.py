@@ -15,7 +15,7 @@ from workbench.strategies._base import Strategy
 
 
 class Moments:
-    """State of one rank: both moments, and the weight of the gradients in each, 1 - beta^t."""
+    """State of one rank: both moments, and the weight 1 - beta^t of the gradients in each."""
 
     def __init__(self, scaled: bool) -> None:
         self.scaled = scaled  # fixed until the strategy is left, because the residual is in these units
@@ -31,7 +31,7 @@ class Moments:
 
 @dataclass(frozen=True, kw_only=True)
 class MomentExchange(Strategy):
-    """Warms up as Adam on mean gradients; then v is frozen, and ranks exchange m plus their own gradients.
+    """Warms up as Adam on mean gradients. Then v is frozen, and ranks exchange m plus their own gradients.
 
     Both moments are this strategy's state and equal on all ranks. The task's optimizer is not used.
     """

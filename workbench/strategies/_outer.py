@@ -1,15 +1,15 @@
 """The outer optimizer of SlowMo, BMUF, DiLoCo and Streaming DiLoCo.
 
-Ranks train alone from a common anchor. Their mean displacement, d = (1/p) sum_j (params_j - anchor), is used as one
-large gradient with opposite sign. A momentum acts on it:
+Ranks train alone from a common anchor. Their mean displacement d = (1/p) sum_j (params_j - anchor) is used as one large
+gradient with opposite sign. A momentum acts on it:
 
     momentum <- m momentum + gain d
     anchor   <- anchor + rate momentum                    heavy-ball
     anchor   <- anchor + rate (gain d + m momentum)       Nesterov, as torch.optim.SGD(nesterov=True) writes it
 
 The first step has momentum = gain d. The strategies differ only in units, so one can hand its momentum on to another.
-As a displacement a unit of momentum is 1 for DiLoCo and 1 / zeta for BMUF. For SlowMo, which keeps gradients, it is
-minus the learning rate.
+As a displacement a unit of momentum is 1 for DiLoCo and 1 / zeta for BMUF. For SlowMo it is minus the learning rate,
+because SlowMo keeps gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Outer(NamedTuple):
     nesterov: bool = False
 
     def step(self, anchor: Tensor, momentum: Tensor, moved: Tensor) -> None:
-        """Makes one outer step in place; overwrites `moved`, which is d."""
+        """Makes one outer step in place. Overwrites `moved`, which is d."""
         moved.mul_(self.gain)
         momentum.mul_(self.momentum).add_(moved)
         if self.nesterov:
@@ -73,7 +73,7 @@ def taken(memory: Memory, momentum: dict[str, Tensor] | None, unit: float) -> No
 
 
 async def outer_step(rank: Rank, state: OuterState, outer: Outer | None) -> None:
-    """Averages the ranks' displacements, makes the same outer step on all ranks, and restarts them from its anchor.
+    """Averages the ranks' displacements and makes the same outer step on all ranks. They restart from its anchor.
 
     Without an outer optimizer ranks go to their mean, and the momentum does not change.
     """

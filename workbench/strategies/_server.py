@@ -46,7 +46,7 @@ async def post(rank: Rank, to: int, what: str, buckets: Iterable[Bucket]) -> Non
 
 
 async def taken(rank: Rank, source: int, what: str, buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Receives the buckets that `source` posted, shaped like `buckets`, in new memory."""
+    """Receives the buckets that `source` posted, shaped like `buckets`, into new memory."""
     found = []
     for bucket in buckets:
         data, _ = await rank.recv(bucket.data.new_empty(bucket.data.shape), source, f"{what} {bucket.name}")
@@ -55,7 +55,7 @@ async def taken(rank: Rank, source: int, what: str, buckets: Iterable[Bucket]) -
 
 
 def leaves_none(servers: int, size: int) -> str | None:
-    """Returns why `servers` of `size` ranks leave none to train, as a sentence with an alternative; or None."""
+    """Returns why `servers` of `size` ranks leave none to train, with an alternative, or None."""
     if servers < size:
         return None
     return f"servers={servers} leaves none of {size} ranks to train; use at most {size - 1}, or more ranks"

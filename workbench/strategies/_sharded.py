@@ -48,7 +48,7 @@ class Outstanding:
 
 
 class ShardGroups(NamedTuple):
-    """One rank as part of three groups: all ranks, the ranks that shard a bucket, and the ranks with the same shard.
+    """One rank in three groups: all ranks, the ranks that shard a bucket, and the ranks with the same shard.
 
     replicas: None if all ranks share
     """
@@ -59,7 +59,7 @@ class ShardGroups(NamedTuple):
 
 
 async def sum_into_shards(among: ShardGroups, outstanding: int, alone: bool, leaves: bool = False) -> list[Bucket]:
-    """Makes one forward and backward; returns this rank's shards of the summed gradients, clipped by `rank.clip`.
+    """Makes one forward and backward. Returns this rank's shards of the summed gradients, clipped by `rank.clip`.
 
     outstanding: how many exchanges may be under way at a time
     alone:       whether a bucket's memory is freed once it is summed
@@ -88,11 +88,11 @@ async def asked(op: Op) -> Any:
 
 
 async def reduce_bucket(among: ShardGroups, bucket: Bucket, alone: bool = False) -> Bucket:
-    """Returns this rank's shard of the bucket's sum over the ranks, in the bucket's memory; `alone` frees that memory.
+    """Returns this rank's shard of the bucket's sum over the ranks, in the bucket's memory. `alone` frees that memory.
 
     Of p ranks g share a bucket. A rank sends (g-1)/g of the bucket among them. If g < p it also sends 2 (q-1)/q of a
-    g-th among the q = p/g ranks with the same shard. A compressor sends its bytes for the whole bucket, among all
-    ranks.
+    g-th. It sends it among the q = p/g ranks with the same shard. A compressor sends its bytes for the whole bucket,
+    among all ranks.
     """
     rank, sharers, replicas = among
     shard = bucket.shard(sharers.index, sharers.size)
@@ -123,7 +123,7 @@ async def gathered(rank: Rank, bucket: Bucket) -> None:
 
 
 async def assembled(rank: Rank, shard: Tensor, bucket: Bucket) -> Tensor:
-    """Gathers all shards of `bucket` into new memory and returns the parameters, (n,): sends (p-1)/p of them."""
+    """Gathers all shards of `bucket` into new memory. Returns the parameters `(n,)`. Sends (p-1)/p of them."""
     length = -(-bucket.data.numel() // rank.size)
     rows = await rank.all_gather(_filled(shard, length), f"params {bucket.index}")
     return rows.view(-1)[: bucket.data.numel()]
@@ -143,7 +143,7 @@ async def clip_shards(rank: Rank, shards: list[Bucket], longest: float) -> None:
 
 
 def _filled(x: Tensor, n: int) -> Tensor:
-    """Returns `x`, padded with zeros to (n,)."""
+    """Returns `x` padded with zeros to `(n,)`."""
     return x if x.numel() == n else pad(x, (0, n - x.numel()))
 
 

@@ -13,7 +13,7 @@ MOMENTUM_CHOICES = ("keep", "average", "zero")
 
 
 async def combine_slots(rank: Rank, momentum: str) -> None:
-    """Keeps, averages or zeroes the optimizer state, over the ranks that `rank` stands for.
+    """Keeps, averages or zeroes the optimizer state over the ranks that `rank` stands for.
 
     "average" sends the slots as one vector in fp32 at least. These are as many bytes as the parameters for SGD with
     momentum, and twice as many for Adam.
@@ -44,7 +44,7 @@ async def bring_together(rank: Rank) -> None:
 
 
 def _joined(slots: list[Tensor]) -> Tensor:
-    """Returns all slots as one vector: (n,) in fp32 or the widest slot's dtype, on the device of the largest slot."""
+    """Returns all slots as one vector, on the device of the largest slot: `(n,)` in fp32 or the widest slot's dtype."""
     largest = max(slots, key=lambda slot: slot.numel())
     widest = reduce(torch.promote_types, (slot.dtype for slot in slots), torch.float32)
     flat = torch.empty(sum(s.numel() for s in slots), dtype=widest, device=largest.device)

@@ -14,14 +14,16 @@ from workbench.strategies._base import Strategy
 
 
 class _State:
-    """State of one rank: the averaged sums of squares, this rank's own sums, and the steps since."""
+    """State of one rank: the averaged sums of squares, its own sums, and the steps since the averaging."""
 
     def __init__(self) -> None:
         self.memory = Memory()
         self.since = 0
 
     def sums(self, params: Bucket) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the sums of the last averaging, and these plus this rank's new squares; (n,), fp32 at least."""
+        """Returns the sums of the last averaging, and these plus this rank's new squares. Both are `(n,)`, fp32 at
+        least.
+        """
         kind = torch.promote_types(params.data.dtype, torch.float32)
         return self.memory.flat("agreed", params, kind), self.memory.flat("own", params, kind)
 

@@ -27,14 +27,14 @@ class _State(Copies):
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncServer(Strategy):
-    """Ranks train at their own pace, push their displacement to a server, and fetch the server's parameters.
+    """Ranks train at their own pace. They push displacements to a server and fetch its parameters.
 
         trainer:  params_i <- optimizer_i(params_i, grad_i)                   every step
                   push d_i = params_i - base_i;   base_i <- params_i          every `push` steps
                   params_i <- centre + params_i - base_i;   base_i <- centre  every `fetch` steps
         server:   v <- m v + w d_i;   centre <- centre + r v;   version <- version + 1       whenever a push comes
 
-    With p trainers w is 1/p ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). A push's staleness is the
+    With p trainers, w is 1/p ("mean"), 1 ("sum") or 1 / max(1, staleness) ("staleness"). A push's staleness is the
     number of pushes that the server has applied since the sender's last fetch. It is in the record. The server's
     optimizer is momentum SGD on the pushes, with r = `server_lr` and m = `server_momentum`. By default it adds the
     pushes. v is dropped when the strategy is left.
@@ -44,8 +44,9 @@ class AsyncServer(Strategy):
     buckets.
 
     When to use it: ranks differ in speed for a long time, and the network is fast. The staler the pushes, the smaller
-    the learning rate must be. If pushes are t versions old and have weight 1, plain SGD is stable up to a rate of 2
-    sin(pi / (2 (2 t + 1))) / curvature. SyncServer is the same with ranks that wait for each other.
+    the learning rate must be. If pushes are t versions old and have weight 1, plain SGD is stable up to a limit. The
+    learning rate must be at most 2 sin(pi / (2 (2 t + 1))) / curvature. SyncServer is the same with ranks that wait for
+    each other.
 
     Reference: Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012,
     https://papers.nips.cc/paper/4687-large-scale-distributed-deep-networks; weights by staleness: Zhang et al.,
@@ -78,7 +79,7 @@ class AsyncServer(Strategy):
         return index < size - self.servers
 
     def serving(self, size: int) -> list[int]:
-        """Returns the ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
+        """Returns the ranks that serve. Server k of n holds buckets k, k + n, k + 2 n and so on."""
         return list(range(size - self.servers, size)) or [0]
 
     def refuses_size(self, size: int) -> str | None:

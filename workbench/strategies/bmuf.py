@@ -21,7 +21,7 @@ class BMUF(Strategy):
         W <- W + delta
         anchor <- W   or, where `form` is "nesterov", W + eta delta;    params_i <- anchor
 
-    All ranks begin a block at the anchor. delta is in units of parameters, so it keeps its length when the learning
+    All ranks begin a block at the anchor. delta is in units of parameters. So it keeps its length when the learning
     rate changes. SlowMo's u changes with the rate. At a constant learning rate BMUF(eta, zeta) is SlowMo(beta=eta,
     alpha=zeta).
 

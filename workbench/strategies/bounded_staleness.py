@@ -14,7 +14,7 @@ UNBOUNDED = 64  # the end of the scale of `bound`; it stands for infinity
 
 
 class _State(Copies):
-    """State of one rank: its clock and the age of its copy; on the server, the clocks of all ranks."""
+    """State of one rank: its clock and the age of its copy. The server also has the clocks of all ranks."""
 
     def __init__(self, params: list[Bucket], size: int) -> None:
         super().__init__(params)

@@ -48,15 +48,15 @@ class DABMD(Strategy):
     ranks count in full.
 
     A rank begins no batch that would end after the deadline if it took as long as the batch before. It always begins
-    the first batch. If a batch takes longer than `window`, the rank delays its neighbours, so use smaller batches. The
-    Sample "batches" is b_i. On real clocks it differs from run to run. `rounds` times per step a rank sends each
+    the first batch. If a batch takes longer than `window`, the rank delays its neighbours. Then use smaller batches.
+    The Sample "batches" is b_i. On real clocks it differs from run to run. `rounds` times per step a rank sends each
     neighbour the model's bytes and 8 more. It computes nothing at the same time. The learning rate is per round, for
     b_i batches.
 
     When to use it: ranks differ in speed, permanently or at times, and data is unlimited. Unlike DDP no rank waits for
     the slowest, and unlike AsyncServer no gradient is stale.
 
-    This follows the paper's abstract: fixed computing time, primal averaging once or several times, time-varying
+    This follows the paper's abstract: fixed computing time, primal averaging once or several times, and time-varying
     graphs. The paper's order is not known here, so both exist. The weights b are those of Anytime Minibatch (Ferdinand
     et al., ICLR 2019, https://arxiv.org/abs/2006.05752).
 
@@ -148,7 +148,7 @@ class DABMD(Strategy):
 
 
 def _multiply(params: list[Bucket], grads: list[Bucket], lr: float) -> None:
-    """Makes the entropic step of each parameter, in logarithms against overflow; results stay above 0."""
+    """Makes the entropic step of each parameter in logarithms, against overflow. Results stay above 0."""
     for bucket, grad in zip(params, grads, strict=True):
         for part in bucket.parts:
             x, g = bucket.data[part.start : part.stop], grad.data[part.start : part.stop]
@@ -158,7 +158,7 @@ def _multiply(params: list[Bucket], grads: list[Bucket], lr: float) -> None:
 
 
 async def _mix(rank: Rank, buckets: list[Bucket], part: Round, weight: float) -> float:
-    """Sets the parameters to the neighbourhood's weighted mean, added in rank order; returns the total weight."""
+    """Sets the parameters to the neighbourhood's weighted mean, added in rank order. Returns the total weight."""
     own = torch.tensor([weight], dtype=torch.float64)
     for other in part.to:
         await rank.send(own, other, "weight")

@@ -20,8 +20,8 @@ class DDP(Strategy):
     in the same order as soon as they fill, so the exchange hides behind backward. With `accumulate` = k a rank adds the
     gradients of k batches before each exchange. So it exchanges 1/k as often.
 
-    When to use it: always first, because it is exact. It suffers if the network is slow (see LocalSGD, compressors) or
-    if one rank is slow, because all ranks wait for it.
+    When to use it: always first, because it is exact. It suffers if the network is slow (see LocalSGD, compressors). It
+    also suffers if one rank is slow, because all ranks wait for it.
 
     Reference: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020,
     https://arxiv.org/abs/2006.15704

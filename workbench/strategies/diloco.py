@@ -19,7 +19,7 @@ class DiLoCo(Strategy):
         D <- (1/p) sum_j (anchor - params_j);   b <- mu b + D                 every H steps
         anchor <- anchor - eta (D + mu b);      params_i <- anchor
 
-    eta = `outer_lr`, mu = `outer_momentum`, H = `every`. The first outer step moves by eta (1 + mu) D. The inner
+    eta is `outer_lr`, mu is `outer_momentum` and H is `every`. The first outer step moves by eta (1 + mu) D. The inner
     optimizer is the task's own, and its state stays on each rank. A rank sends 2 (p-1)/p of the model's bytes once per
     H steps and waits for it. With eta = 1 and mu = 0 it is LocalSGD. With H = 1, plain SGD inside and eta = 1 it is DDP
     with Nesterov momentum mu. "heavy-ball" moves the anchor by eta b, as SlowMo does.

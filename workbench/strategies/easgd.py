@@ -14,7 +14,7 @@ _Pending = list[tuple[Handle, Bucket, Bucket]]  # (exchange under way, parameter
 
 
 class _State:
-    """State of one rank: steps since the last exchange, and the centre, which is the same on all ranks."""
+    """State of one rank: steps since the last exchange, and the centre. The centre is equal on all ranks."""
 
     def __init__(self, params: list[Bucket]) -> None:
         self.since = 0
@@ -23,7 +23,7 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class EASGD(Strategy):
-    """Ranks train alone; periodically each rank and a common centre move towards each other, but do not meet.
+    """Ranks train alone. Periodically each rank and a common centre move towards each other without meeting.
 
         params_i <- optimizer_i(params_i, grad_i)                          every step
         params_i <- params_i - alpha (params_i - centre)                   every `every` steps
@@ -31,8 +31,8 @@ class EASGD(Strategy):
         alpha = beta / p
 
     Both lines use the old values, so the sum of all params_i and the centre stays constant. Each exchange leaves 1 -
-    alpha of the distances between ranks and 1 - (p+1) alpha of the distance between the centre and the ranks' mean.
-    With beta = p / (p+1) the centre equals the mean afterwards. From beta = 2 p / (p+1) on they diverge, so EASGD
+    alpha of the distances between ranks. It leaves 1 - (p+1) alpha of the distance between the centre and the ranks'
+    mean. With beta = p / (p+1) the centre equals the mean afterwards. From beta = 2 p / (p+1) on they diverge, so EASGD
     refuses it. One all-reduce of the differences keeps every rank's copy of the centre equal. It sends 2 (p-1)/p of the
     model's bytes per exchange. As in the paper's algorithm, that step's gradient belongs to the parameters before the
     exchange. So the exchange runs during forward and backward, and the rank waits for it before the update.

@@ -23,7 +23,7 @@ class _State(PostLocalState):
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalLocalSGD(PostLocalSGD):
-    """Ranks train alone; groups average every `group_every` steps, and all ranks average every `every` steps.
+    """Ranks train alone. Groups average every `group_every` steps, and all ranks average every `every` steps.
 
         params_i <- optimizer_i(params_i, grad_i)                        every step
         params_i <- (1/g) sum_j in group(i) params_j                     every `group_every` steps

@@ -16,7 +16,7 @@ from workbench.strategies.zero_3 import ZeRO3
 
 
 class _State(dict[int, Handle]):
-    """The all-gathers under way, by bucket; `seconds` has this rank's second shard from forward to backward."""
+    """The all-gathers under way, by bucket. `seconds` has this rank's second shard from forward to backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class HpZ(ZeRO3):
     ZeRO3's (p-1)/p and stays within the group. So ranks send 33 % fewer bytes between groups. Second shards take 4 Psi
     / g bytes in fp32 from the end of the forward until the backward has read them.
 
-    When to use it: ZeRO3 on hosts with fast links inside and slow links between them, if another 1/g of the model fits.
-    ZeRO++ also quantises what is gathered (qwZ) and reduced (qgZ). Here a compressor acts on gradients only.
+    When to use it: ZeRO3 on hosts with fast links inside and slow links between them. Another 1/g of the model must
+    fit. ZeRO++ also quantises what is gathered (qwZ) and reduced (qgZ). Here a compressor acts on gradients only.
 
     Reference: Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", ICLR 2024,
     https://arxiv.org/abs/2306.10209, section 3.2

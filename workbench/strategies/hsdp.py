@@ -14,7 +14,7 @@ from workbench.strategies.zero_3 import ZeRO3
 
 @dataclass(frozen=True, kw_only=True)
 class HSDP(ZeRO3):
-    """ZeRO3 within groups of g ranks; each group holds the whole model, and groups average their gradients.
+    """ZeRO3 within groups of g ranks. Each group holds the whole model, and groups average their gradients.
 
         before a pass reads a bucket:                params <- params_r of the group    all-gather, in the group
         g_r <- sum over the group, of rank r's shard                    reduce-scatter, in the group
@@ -22,9 +22,9 @@ class HSDP(ZeRO3):
         params_r, state_r <- optimizer(params_r, state_r, g_r)
 
     Each g = `group` consecutive ranks are a group (the mesh is "between" p/g x "within" g). A rank holds (4 + 4 + K)
-    Psi / g bytes in fp32. It sends 3 (g-1)/g of the model's bytes within its group and 2 (q-1)/q of 1/g of them between
-    groups. DDP sends 2 (p-1)/p of them. A compressor acts among all ranks. Sums are added group by group, so with
-    several groups the last bits differ from ZeRO3's.
+    Psi / g bytes in fp32. It sends 3 (g-1)/g of the model's bytes within its group. Between groups it sends 2 (q-1)/q
+    of 1/g of them. DDP sends 2 (p-1)/p of them. A compressor acts among all ranks. Sums are added group by group, so
+    with several groups the last bits differ from ZeRO3's.
 
     When to use it: the model fits into the memory of one host's ranks together, and links between hosts are slow.
 

@@ -22,7 +22,7 @@ class _State:
         self.begin(rank, params)
 
     def begin(self, rank: Rank, params: list[Bucket]) -> None:
-        """Copies the parameters, equal on all ranks, into a slot for each rank; a slot's name is the rank's number."""
+        """Copies the parameters, equal on all ranks, into a slot for each rank. The rank's number names its slot."""
         keep(self.known, params, *map(str, ring(rank).shares))
 
 

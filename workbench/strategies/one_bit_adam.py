@@ -12,7 +12,7 @@ from workbench.strategies._moment import MomentExchange
 
 @dataclass(frozen=True, kw_only=True)
 class OneBitAdam(MomentExchange):
-    """Adam that freezes its variance, then exchanges the momentum by its signs, with error feedback.
+    """Adam that freezes its variance. Then it exchanges the momentum by its signs, with error feedback.
 
         step <= warmup:  m, v <- Adam's moments of g = (1/p) sum_i grad_i
         afterwards:      m_i <- b1 m + (1 - b1) grad_i,   m <- (1/p) sum_i C(m_i + residual_i),   v stays
@@ -22,12 +22,12 @@ class OneBitAdam(MomentExchange):
     ErrorFeedback works, and Dense is the exact reference. Other compressors are refused, because ranks would never send
     their losses (QAdam takes them). In the first `warmup` steps (DeepSpeed's `freeze_step`) gradients are sent whole.
 
-    With `scaled`, the default here, C acts on m / (sqrt(v_hat) + eps) and the result is multiplied back. Under Dense
-    this changes nothing, but with signs it does. The paper codes m (scaled = False). An element with a small v then
-    gets its block's magnitude and takes a step of many times lr. A small Digits that was frozen after 60 steps
-    unlearned in 12 of 12 runs. With `scaled` it did in 9 of 60, because v may be frozen too small. DeepSpeed masks
-    elements whose gradient is always zero, because a sign cannot encode zero. Here an element without any gradient
-    before the freeze (v = 0) does not move.
+    With `scaled`, the default here, C acts on m / (sqrt(v_hat) + eps). The result is multiplied back. Under Dense this
+    changes nothing, but with signs it does. The paper codes m (scaled = False). An element with a small v then gets its
+    block's magnitude and takes a step of many times lr. A small Digits that was frozen after 60 steps unlearned in 12
+    of 12 runs. With `scaled` it did in 9 of 60, because v may be frozen too small. DeepSpeed masks elements whose
+    gradient is always zero, because a sign cannot encode zero. Here an element without any gradient before the freeze
+    (v = 0) does not move.
 
     A rank sends 2 (p-1)/p of the model's bytes per step until v is frozen. From then on OneBit sends 1/32 of that, and
     4 bytes per scale. A rank waits as under DDP, and ranks are equal at every step. As in Adam's paper, both moments'

@@ -21,7 +21,7 @@ MIN_DIVISOR = 1e-30  # smallest divisor, for a norm of zero
 
 
 class _State:
-    """State of one rank: its gradients' norms, their mean at the last step, and their relative changes.
+    """State of one rank: its gradients' norms, their mean at the last step and their relative changes.
 
     since: steps since the ranks last had the same parameters
     """
@@ -145,6 +145,6 @@ class SelSync(Strategy):
         return await injected(rank, await rank.batch(), giving, self.inject_share)
 
     def givers(self, step: int, size: int) -> list[int]:
-        """Returns the ranks that give examples away in a step; every step has as many, and ranks take turns."""
+        """Returns the ranks that give examples away in a step. Every step has as many, and ranks take turns."""
         count = ceil(self.inject_ranks * size - 1e-9)
         return sorted((step * count + k) % size for k in range(count))

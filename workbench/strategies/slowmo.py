@@ -21,7 +21,7 @@ class SlowMo(Strategy):
         anchor <- anchor - alpha lr u;    params_i <- anchor
 
     u is in units of gradients, so it keeps its meaning when the learning rate changes. `lr` is the mean learning rate
-    of the round's steps, so that u does not explode if the rate changes during a round.
+    of the round's steps. So u does not explode if the rate changes during a round.
 
     It sends LocalSGD's bytes (2 (p-1)/p of the model once per H = `every` steps) and waits for them. `buffers` =
     "average" also sends the optimizer's state. With beta = 0 and alpha = 1 it is LocalSGD. With H = 1 and plain SGD it

@@ -45,12 +45,12 @@ class StochasticGradientPush(Strategy):
     most graphs of your own w_i changes. The model's parameters are z_i except during the update.
 
     A rank sends each receiver the model's bytes and 8 bytes for the weight. On "ring" and "exponential" that is once
-    per round. On "exponential" the receiver is 1, 2, 4, ... ranks ahead in turn. With `overlap` = 0 it waits for this
+    per round. On "exponential" the receiver is `1, 2, 4, ...` ranks ahead in turn. With `overlap` = 0 it waits for this
     step's messages. With more it receives a message `overlap` steps after it was sent, so exchanges hide behind the
     next steps. Messages under way are missing from both x_i and w_i.
 
     When to use it: as Gossip, if links go one way or ranks have different numbers of neighbours. It loses to DDP if
-    only bandwidth counts. When the strategy is left, the result is sum x_i / sum w_i, which is not the mean of the z_i.
+    only bandwidth counts. When the strategy is left, the result is sum x_i / sum w_i. This is not the mean of the z_i.
 
     Reference: Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019,
     https://arxiv.org/abs/1811.10792

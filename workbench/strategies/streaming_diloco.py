@@ -37,21 +37,21 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingDiLoCo(Strategy):
-    """DiLoCo that sends one fragment of the model at a time, in 4 bits, while ranks compute the next steps.
+    """DiLoCo that sends one fragment of the model at a time in 4 bits. Ranks compute the next steps at the same time.
 
         params_i <- optimizer_i(params_i, grad_i)                                     every step
         D <- (1/p) sum_j (anchor - params_j)  of one fragment is started              every H / F steps, each in turn
         b <- mu b + D;   anchor <- anchor - eta (D + mu b)                            T steps later, and
         params_i <- alpha params_i + (1 - alpha) anchor                               of that fragment
 
-    H = `every`, F = `fragments`, T = `delay`, mu = `outer_momentum`, eta = `outer_lr`. Ranks send fragment f of F after
-    every step t with t = floor((f+1) H / F) mod H. They count steps since the strategy was entered. They wait for it T
-    steps later, or at its next turn if that is earlier. Fragments consist of whole layers (modules with parameters) and
-    are about equally large. Equal layers go to fragments in turn, independent of buckets.
+    H is `every`, F is `fragments`, T is `delay`, mu is `outer_momentum` and eta is `outer_lr`. Ranks send fragment f of
+    F after every step t with t = floor((f+1) H / F) mod H. They count steps since the strategy was entered. They wait
+    for it T steps later, or at its next turn if that is earlier. Fragments consist of whole layers (modules with
+    parameters) and are about equally large. Equal layers go to fragments in turn, independent of buckets.
 
     With `bits` = 4 a displacement is rounded to E3M0 (a sign and a power of two). The rank that owns a chunk adds it up
-    in fp32 and rounds the sum, and all ranks gather it. For a fragment of n elements a rank sends, with c =
-    ceil(n / p),
+    in fp32 and rounds the sum, and all ranks gather it. For a fragment of n elements, with c = ceil(n / p), a rank
+    sends
 
         2 (p-1) (ceil(c / 2) + 4 ceil(c / 256))        with 4 bits,        2 (p-1)/p 4 n        with 32
 
@@ -67,8 +67,8 @@ class StreamingDiLoCo(Strategy):
     different steps. SlowMo, BMUF and DiLoCo continue with b.
 
     When to use it: as DiLoCo, if the network cannot carry DiLoCo's bursts. The paper takes fragments of three
-    transformer layers, H = 30 or 100, and alpha = 0.5 with a delay. The default H here is short, and outer_lr is
-    DiLoCo's.
+    transformer layers. It takes H = 30 or 100, and alpha = 0.5 with a delay. The default H here is short, and outer_lr
+    is DiLoCo's.
 
     Reference: Douillard et al., "Streaming DiLoCo with Overlapping Communication: Towards a Distributed Free Lunch",
     2025, https://arxiv.org/abs/2501.18512
@@ -137,7 +137,7 @@ class StreamingDiLoCo(Strategy):
         state.flying[index] = _Flight(handle, state.steps + self.delay)
 
     async def _land(self, rank: Rank, state: _State, index: int) -> None:
-        """Waits for a fragment, makes its outer step, and merges it into this rank's current parameters."""
+        """Waits for a fragment and makes its outer step. Merges it into this rank's current parameters."""
         moved = await rank.wait(state.flying.pop(index).handle)
         its = await self._fragment(rank, index)
         theta = state.memory.flat("anchor", its.bucket)

@@ -69,7 +69,7 @@ class TEASQFed(Strategy):
     count for less, especially with a large a. Look at accuracy by class.
 
     This follows the paper's abstract and the formulas of TEA-Fed (Zhou et al., 2021), which has the same server. We
-    encode differences, not models, because a model with only its largest weights cannot be trained.
+    encode differences, not models. A model with only its largest weights cannot be trained.
 
     Reference: Jia, Liu, Zhou, Tian, Dong and Dou, "Efficient Asynchronous Federated Learning with Sparsification and
     Quantization", 2023, https://arxiv.org/abs/2312.15186
@@ -209,7 +209,7 @@ class TEASQFed(Strategy):
         return [bucket.like(state.memory.flat(name, bucket)) for bucket in await rank.params()]
 
     async def leave(self, rank: Rank, state: _State) -> None:
-        """Mixes in the cached updates, which `left` reports, and gives every rank the server's model."""
+        """Mixes in the cached updates, which `left` reports. Gives every rank the server's model."""
         buckets = await rank.params()
         state.early = state.cached
         if state.cached:

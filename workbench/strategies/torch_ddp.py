@@ -21,11 +21,12 @@ class TorchDDP(Strategy):
     With `static_graph` torch learns in the first step which parameters a step uses, and fails if that changes. Set
     `find_unused_parameters` for a model that does not use the same parameters in every step and on every rank.
 
-    torch waits for its exchanges in C++, where nothing else can end a wait. One of two ranks was aborted in the middle
-    of an exchange over gloo: in 5 of 37 trials the other hung for over 15 s. gloo's own time limit is 10 minutes.
+    torch waits for its exchanges in C++, where nothing else can end a wait. One of two ranks was aborted in
+    the middle of an exchange over gloo. In 5 of 37 trials the other rank hung for over 15 s. gloo's own time limit is
+    10 minutes.
 
-    When to use it: as the yardstick. It is not our own DDP, which lets you change buckets, compressor and strategy
-    during a run.
+    When to use it: as the yardstick. Our own DDP, unlike it, lets you change buckets, compressor and strategy during a
+    run.
 
     Reference: Li et al., VLDB 2020, https://arxiv.org/abs/2006.15704
     """

@@ -22,7 +22,7 @@ class TorchFSDP(Strategy):
     As under DDP, a parameter that no rank used in a step is not stepped. By itself fully_shard would step it with
     zeros. torch gathers and sums unit by unit. A rank that skips a unit (an expert of another rank) would issue other
     collectives than the other ranks. So if a model's control flow may depend on examples, ranks announce each gather
-    and sum, and all ranks take part in each. The function takes neither scalars nor parameters without elements, and
+    and sum. All ranks then take part in each. The function takes neither scalars nor parameters without elements, and
     only one element type in a unit. Each rank keeps the other parameters whole, and ranks average their gradients. A
     model must not read a unit's parameter outside of this unit's forward, because it is in shards then. It must not
     assign data (`p.data = x`), because fully_shard ignores it. Change values in place.
@@ -31,8 +31,8 @@ class TorchFSDP(Strategy):
     (p-1)/p of the model's bytes, and ZeRO3's 3 (p-1)/p. Units that stay whole from forward to backward reduce this. The
     record has these bytes only on an emulated Link, where a reduce-scatter has its own bytes.
 
-    When to use it: as the yardstick, over gloo on CPUs. It is not our own ZeRO3, which lets you change buckets,
-    compressor and strategy during a run.
+    When to use it: as the yardstick, over gloo on CPUs. Our own ZeRO3, unlike it, lets you change buckets, compressor
+    and strategy during a run.
 
     Reference: Zhao et al., "PyTorch FSDP", VLDB 2023, https://arxiv.org/abs/2304.11277; Rajbhandari et al., "ZeRO:
     Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, https://arxiv.org/abs/1910.02054

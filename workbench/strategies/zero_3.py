@@ -24,19 +24,19 @@ class ZeRO3(ZeRO2):
         g_r <- sum_i grad_i, of rank r's shard                         reduce-scatter, while backward runs
         params_r, state_r <- optimizer(params_r, state_r, g_r)
 
-    Of Psi parameters a rank holds (2 + 2 + K) Psi / p bytes in 16 bits ((4 + 4 + K) Psi / p in fp32), and the buckets
-    that are whole. These are the bucket being read, `prefetch` more, and buckets of weights that the same pass uses
-    again. It sends 3 (p-1)/p of the model's bytes per step: parameters for the forward, parameters for the backward and
-    gradients. This is 1.5 times as much as DDP. The last layers stay whole from the forward to the backward. Backward
-    does not read layers whose input needs no gradient. The shards together are bit-identical to one process's result.
-    Buckets of the size of a layer work best.
+    Of Psi parameters a rank holds (2 + 2 + K) Psi / p bytes in 16 bits ((4 + 4 + K) Psi / p in fp32). It also holds the
+    buckets that are whole. These are the bucket that it reads, `prefetch` more, and buckets of weights that the same
+    pass uses again. It sends 3 (p-1)/p of the model's bytes per step: parameters for the forward, parameters for the
+    backward and gradients. This is 1.5 times as much as DDP. The last layers stay whole from the forward to the
+    backward. Backward does not read layers whose input needs no gradient. The shards together are bit-identical to one
+    process's result. Buckets of the size of a layer work best.
 
     A dry step computes nothing and finds the order in which the model reads its parameters. If a model's control flow
     depends on values, its first step shows the order and keeps all buckets whole. Every rank computes an evaluation,
     with all-gathers in the lane "measuring".
 
     When to use it: parameters also need too much memory. Every rank must read them in the same order. Ranks check this
-    in the first steps and then in one of 32. When the size of buckets changes, shards move bucket by bucket, so no rank
+    in the first steps and then in one of 32. When the size of buckets changes, shards move bucket by bucket. So no rank
     holds the whole model. A model that no rank can hold does not work yet, because each rank makes it whole at the
     start. Frozen parameters stay whole. FSDP (`fully_shard`) is the same with layers instead of buckets.
 
@@ -63,7 +63,7 @@ class ZeRO3(ZeRO2):
             await rank.update(shard)
 
     async def gathering(self, rank: Rank, state: Any, bucket: Bucket) -> Coroutine[Op, Any, Tensor]:
-        """Returns a coroutine that gathers all of `bucket` and returns its parameters, (n,)."""
+        """Returns a coroutine that gathers all of `bucket` and returns its parameters `(n,)`."""
         sharers = self.among(rank).sharers
         shard = await rank.hold(bucket.shard(sharers.index, sharers.size))
         return assembled(sharers, shard.data, bucket)
