@@ -152,7 +152,7 @@ def computed(tl: Timeline, last: int) -> np.ndarray:
 
 SPOKEN = {
     "empty": ("straggler", "Too few steps since the start or the last change to find a slow rank."),
-    "empty and live": ("straggler", "is said here a few steps after the start and after each change."),
+    "empty and live": ("straggler", "appears here a few steps after the start and after each change."),
     "one rank": ("straggler", "A single rank cannot delay other ranks."),
     "all equally slow": ("straggler", "No rank delays the other ranks."),
     "one slow": ("straggler", "Rank 2 is the cause: its compute as a whole (forward, backward and update) takes "),

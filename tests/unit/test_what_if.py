@@ -63,7 +63,7 @@ def test_the_panel_starts_at_the_runs_settings_and_shows_the_result(run: Run) ->
     panel.ranks.value = 8
     assert panel.working is not None
     panel.working.join(600)
-    assert "What if 8 ranks, 200 Mbit/s, 0.5 ms" in panel.said.value and panel.board is not None
+    assert "With 8 ranks, 200 Mbit/s, 0.5 ms" in panel.said.value and panel.board is not None
     assert panel.board.run.settings["ranks"] == 8
     panel.follow_run()
     assert panel.ranks.value == 8, "a slider that was moved stays where it is"
@@ -92,7 +92,7 @@ def test_the_answer_describes_the_simulated_settings_even_if_a_slider_moves_mean
     panel.ranks.value = 5
     assert panel.working is not None
     panel.working.join(600)
-    told = [int(m[1]) for text in said if (m := re.search(r"What if (\d+) rank", text))]
+    told = [int(m[1]) for text in said if (m := re.search(r"With (\d+) rank", text))]
     assert told == asked == [5, 8]
 
 
@@ -147,7 +147,7 @@ def test_the_panel_applies_all_fields_and_draws_the_curve_with_its_assumptions(r
     panel.start_simulation(over=True)
     assert panel.working is not None
     panel.working.join(600)
-    assert "What if 4 ranks, NVLink, strategy LocalSGD, bucket_mb 0.5" in panel.said.value, panel.said.value
+    assert "With 4 ranks, NVLink, strategy LocalSGD, bucket_mb 0.5" in panel.said.value, panel.said.value
     assert panel.curve.value.count("<circle") == 12 and "4,096 ranks: " in panel.curve.value
     assert "450 one way" in panel.assumed.value and panel.bandwidth.disabled
     panel.more.value = "every"
