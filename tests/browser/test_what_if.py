@@ -45,7 +45,7 @@ def test_the_simulator_answers_beside_a_recorded_run(sheet: Sheet) -> None:
     ranks.focus()
     for _ in range(4):
         sheet.page.keyboard.press("ArrowRight")
-    said = panel.get_by_text("What if 8 ranks, 300 Mbit/s, 0.5 ms")
+    said = panel.get_by_text("With 8 ranks, 300 Mbit/s, 0.5 ms")
     said.wait_for()
     assert "simulated (the same)" in panel.inner_text(), panel.inner_text()
     view = panel.locator("[data-view=timeline]").first

@@ -61,7 +61,7 @@ def test_every_query_of_a_run_is_in_the_table() -> None:
 def test_an_exchange_by_torch_is_named_as_the_reason(strategy: str, name: str) -> None:
     found = QUESTIONS[name][0](run_under(strategy, without_exchange()))
     why = f"torch itself performs the exchange of {strategy}, so the record shows it only on an emulated Link."
-    assert why in repr(found) and "take the strategy DDP" in found.attrs["why"]
+    assert why in repr(found) and "use the strategy DDP" in found.attrs["why"]
 
 
 def test_ranks_without_meetings_and_a_single_rank_are_named_as_reasons() -> None:
