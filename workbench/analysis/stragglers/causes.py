@@ -106,7 +106,7 @@ def why_unjudged(tl: Timeline, last: int = LAST_STEPS) -> str:
     w, over = _steps_of(tl, last)
     if (known := int(over.sum())) < MIN_STEPS:
         return (f"Too few steps to say what costs a step most: {known} of the last {last} count, "
-                f"{MIN_STEPS} must. Steps after the first count if they ended on every rank since a change.")  # fmt: skip
+                f"{MIN_STEPS} must. The first step and steps before the last change never count.")  # fmt: skip
     stages, slices = spread_at(tl, w.stop - 1)
     if stages > 1 and len(w.ranks) % (stages * slices):
         return f"A replica of {stages * slices} ranks lacks a rank, so no rank can be compared with its stage."
