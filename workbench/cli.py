@@ -1,7 +1,6 @@
 """The command line: `workbench lab | demo | run | tune | show | what-if | compare | export | open`.
 
-A user's mistake prints one sentence. Commands import heavy packages themselves, so that `workbench show` needs no
-torch.
+A user's mistake prints one sentence. Commands import heavy packages themselves, so `workbench show` needs no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ app = typer.Typer(
 
 
 def plainly(command: Callable[..., None]) -> Callable[..., None]:
-    """Turns an error into one sentence, with exit code 2 for a user's error and 1 for a rank's."""
+    """Turns an error into one sentence. The exit code is 2 for a user's error and 1 for a rank's."""
 
     @functools.wraps(command)
     def said(*args: Any, **kwargs: Any) -> None:
@@ -63,7 +62,7 @@ def demo(
     ranks: Annotated[int, typer.Option(help="how many ranks train")] = 4,
     seconds: Annotated[float, typer.Option(help="approximate training time", min=5)] = 60.0,
 ) -> None:
-    """Train on a slow link, switch strategy and compressor live, and print the effect of each change."""
+    """Train on a slow link, switch strategy and compressor live and print the effect of each change."""
     from workbench.entrypoints.demo import run_tour
 
     run_tour(out, ranks, seconds)
@@ -75,7 +74,7 @@ def run(
     out: Annotated[Path, typer.Option(help="the run directory that is written")],
     recipe: Annotated[str | None, typer.Argument(help=RECIPE_HELP)] = None,
     words: Annotated[list[str] | None, typer.Argument(help="after --, the arguments of the script")] = None,
-    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
+    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob as path=value (repeatable)")] = None,
     steps: Annotated[int | None, typer.Option(help="stop after this many steps (200 if the recipe sets none)")] = None,
     ranks: Annotated[int | None, typer.Option(help="how many ranks train")] = None,
     resume: Annotated[
@@ -123,13 +122,13 @@ def run(
 def tune(
     recipe: Annotated[str, typer.Argument(help="a recipe, such as first_run, digits or slow_link")],
     tried: Annotated[list[str] | None, typer.Option("--try", help="a knob and a JSON list of its values")] = None,
-    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
+    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob as path=value (repeatable)")] = None,
     trials: Annotated[int | None, typer.Option(help="how many settings are tried")] = None,
     worse: Annotated[float, typer.Option(help="share by which the loss may lie above its trend")] = 0.02,
     ranks: Annotated[int, typer.Option(help="how many ranks train")] = 4,
     out: Annotated[Path | None, typer.Option(help="the run directory that is written")] = None,
 ) -> None:
-    """Train a recipe, try settings while it trains, and print the settings with the shortest step."""
+    """Train a recipe, try settings while it trains and print the settings with the shortest step."""
     from workbench.entrypoints.tuning import tune_run
     from workbench.experiment import user_input
 
@@ -145,7 +144,7 @@ def show(
     rundir: Annotated[Path, typer.Argument(help="a run directory")],
     out: Annotated[Path | None, typer.Option(help="also write the charts into this page")] = None,
 ) -> None:
-    """Print the summary of a recorded run; with --out, write its charts as one HTML page."""
+    """Print the summary of a recorded run. With --out write its charts as one HTML page."""
     found = Run.open(rundir)
     print_summary(found)
     if out:
@@ -158,12 +157,12 @@ def show(
 @plainly
 def what_if(
     rundir: Annotated[str, typer.Argument(help="a run directory; runs/first@100:200 are its steps 100 to 199")],
-    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob, as path=value; may be given again")] = None,
-    network: Annotated[str, typer.Option(help="a network by its name, such as 100 GbE, in place of the run's")] = "",
-    ranks: Annotated[list[int] | None, typer.Option(help="number of ranks; may be given again, a row for each")] = None,
+    knobs: Annotated[list[str] | None, typer.Option("--set", help="a knob as path=value (repeatable)")] = None,
+    network: Annotated[str, typer.Option(help="a network in place of the run's, such as 100 GbE")] = "",
+    ranks: Annotated[list[int] | None, typer.Option(help="number of ranks (repeatable: a row for each)")] = None,
     over: Annotated[bool, typer.Option("--over", help="a row for each of 2, 4, 8, ... 4,096 ranks")] = False,
 ) -> None:
-    """Predict a recorded run under other settings, networks and numbers of ranks, with the simulator."""
+    """Predict a recorded run under other settings, networks and numbers of ranks with the simulator."""
     found, settings, some = opened(rundir), dict(map(setting, knobs or ())), ranks or []
     try:
         if over or len(some) > 1:
@@ -228,17 +227,17 @@ def open_traces(
 
 
 def opened(text: str) -> Run:
-    """Returns the run in a run directory; for `runs/first@100:200` its steps 100 to 199."""
+    """Returns the run in a run directory. For `runs/first@100:200` it has steps 100 to 199."""
     part = None if Path(text).exists() else re.fullmatch(r"(.+)@([0-9]{1,9}):([0-9]{1,9})", text)
     return Run.open(part[1]).segment(int(part[2]), int(part[3])) if part else Run.open(text)
 
 
 def begun(recipe: str | None, resume: Path | None, words: list[str]) -> Any:
-    """Returns the experiment of a recipe, a script or a checkpoint, to which settings apply."""
+    """Returns the experiment of a recipe, a script or a checkpoint. Settings apply to it."""
     from workbench.experiment.recipes import recipe as find
 
     if (recipe is None) == (resume is None):
-        raise KnobError("run: name either a recipe, such as digits, or a script, such as train.py, or a checkpoint "
+        raise KnobError("run: name a recipe (digits), a script (train.py) or a checkpoint "
         "with --resume")  # fmt: skip
     if recipe is not None and recipe.endswith(".py"):
         from workbench.experiment import user_input
@@ -254,10 +253,10 @@ def begun(recipe: str | None, resume: Path | None, words: list[str]) -> Any:
 
 
 def followed(run: Run) -> None:
-    """Waits for the end of a script's run, and prints the output of its rank 0."""
+    """Waits for the end of a script's run and prints the output of its rank 0."""
     told, live = 0, True
     while live:
-        live = run.live  # before it reads the lines: the last ones exist once the run is over
+        live = run.live  # before it reads the lines, because the last lines exist once the run is over
         lines = run.details("log", rank=0)
         for _, _, line in lines[told:]:
             typer.echo(line["text"].rstrip("\n"), err=line["stream"] == "stderr")
@@ -267,7 +266,7 @@ def followed(run: Run) -> None:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Returns `path=value` as (path, value). The value is read as JSON if it is JSON, else as a word.
+    """Returns `path=value` as (path, value). Reads the value as JSON, else as a word.
 
     >>> setting("strategy.every=8"), setting("strategy=LocalSGD")
     (('strategy.every', 8), ('strategy', 'LocalSGD'))

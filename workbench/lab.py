@@ -1,4 +1,4 @@
-"""Lab: the notebook's entry point, which owns a cluster and the run on it.
+"""Lab: the notebook's entry point. It owns a cluster and the run on it.
 
 It draws nothing and imports no torch. `workbench.display` entry points draw it in a notebook.
 """
@@ -36,16 +36,16 @@ _labs: dict[str, Lab] = {}
 
 
 class Lab(RunControls):
-    """`ranks` real ranks on engines of their own, and the run that they train.
+    """`ranks` real ranks on engines of their own and the run that they train.
 
-    The engines start in the background. Making the same lab again returns the same lab. With other arguments the old
-    lab is closed first, or ClusterError raised if it is training.
+    The engines start in the background. Making the same lab again returns the same lab. With other arguments it first
+    closes the old lab. Raises ClusterError if that is training.
 
     name:     labs of different names can coexist
-    cluster:  the client connection file of an existing ipyparallel cluster; None starts one here
+    cluster:  the client connection file of an existing ipyparallel cluster. None starts one here
     profile:  the ipyparallel profile of an existing cluster
-    device:   "auto", "cpu", "cuda", or how many GPUs to use
-    spare:    further engines, kept warm for `resize` and `on_death="replace"`; each used one is replaced
+    device:   "auto", "cpu", "cuda" or a number of GPUs
+    spare:    further engines for `resize` and `on_death="replace"`. They are warm. The lab replaces each used one
     """
 
     _asked: tuple[Any, ...]
@@ -59,8 +59,8 @@ class Lab(RunControls):
         if old is not None:
             if old.live and old._asked != asked:
                 raise ClusterError(
-                    f"{old!r}: a run is live there; stop it first with lab.stop(), "
-                    f"or give the new lab a name of its own: Lab(ranks={ranks}, name='second')"
+                    f"{old!r}: a run is live there; stop it first with lab.stop() "
+                    f"or give the new lab its own name: Lab(ranks={ranks}, name='second')"
                 )
             old.close()
         lab = super().__new__(cls)
@@ -81,13 +81,13 @@ class Lab(RunControls):
             return
         user_input.system()
         if cluster is not None and profile is not None:
-            raise KnobError(f"cluster={str(cluster)!r}, profile={profile!r}: give one of them")
+            raise KnobError(f"cluster={str(cluster)!r}, profile={profile!r}: give only one")
         cluster = (
             user_input.path(cluster, "cluster", "security/ipcontroller-client.json") if cluster is not None else None
         )
         connection = f"profile:{user_input.text(profile, 'profile', 'default')}" if profile is not None else cluster
         if user_input.spare(spare) and connection is not None:
-            raise KnobError(f"spare={spare}: this lab starts no engines; start more where its cluster is, and ask for "
+            raise KnobError(f"spare={spare}: this lab starts no engines; start more where its cluster is and take "
                             f"fewer ranks in experiments")  # fmt: skip
         on = user_input.device(device)
         with without_interrupts():
@@ -125,19 +125,19 @@ class Lab(RunControls):
 
     @property
     def run_now(self) -> Run | None:
-        """The run under way, or the last one; None before the first."""
+        """The run under way or the last one. None before the first."""
         return cast(Run, self._live.run) if self._live else None
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment of the next, present or last run, with every applied change."""
+        """The experiment of the next, present or last run with every applied change."""
         last = self._live
         followed = last and (self.live or self._experiment is last.initial_experiment)
         return last.changes.experiment if last and followed else self._experiment
 
     @property
     def state(self) -> str:
-        """starting, idle, running, paused, stopping or failed; "closed" after close or detach."""
+        """`starting`, `idle`, `running`, `paused`, `stopping`, `failed`, or `closed` after close or detach."""
         if self.live and self._live:
             return self._live.state
         if self.cluster.closed and not self.cluster.error:
@@ -148,12 +148,12 @@ class Lab(RunControls):
 
     @property
     def progress(self) -> str:
-        """The progress of the engines' start: "loading torch", "2 of 4 engines up", "ready"."""
+        """The progress of the engines' start, for example "2 of 4 engines up" or "ready"."""
         return self.cluster.progress
 
     @property
     def notes(self) -> list[str]:
-        """Errors and warnings as sentences, newest last."""
+        """Errors and warnings as sentences. The newest is last."""
         own = [str(self.cluster.error)] if self.cluster.error else []
         cluster = self.cluster
         lacking = filter(None, [cluster.health.controller_trouble, cluster.spares.trouble, cluster.renewal.trouble])
@@ -161,12 +161,12 @@ class Lab(RunControls):
 
     @property
     def status(self) -> list[dict[str, Any]]:
-        """Each rank's engine, host, pid, device, state, step and present activity."""
+        """Each rank's place (engine, host, pid, device) and state (step, present activity)."""
         return self.cluster.list_ranks(self._live.status if self._live else {})
 
     @property
     def view(self) -> Any:
-        """Ipyparallel's view of the ranks in order, for `%%px` and `apply`; also while they train."""
+        """Ipyparallel's view of the ranks in order for `%%px` and `apply`. It works while they train, too."""
         return self.wait().cluster.view
 
     def wait(self, timeout: float | None = None) -> Lab:
@@ -183,10 +183,10 @@ class Lab(RunControls):
         Waits up to 60 s for a run that is stopping. Raises ClusterError if it does not end.
 
         resume:  a checkpoint's folder, or a run's directory for its newest checkpoint. Without an experiment the run
-                 goes on unchanged, bit-identical in lockstep; with one, different settings change before the first
+                 goes on unchanged, bit-identical in lockstep. With one, different settings change before the first
                  step.
         changes: knobs to set before given steps. out: the run directory; else one is made in your data directory.
-        on_nan:  the experiment's knob of that name, set for this run; None leaves it as it is.
+        on_nan:  sets the experiment's knob of that name for this run. None leaves it as it is.
         secret:  for riddles: text that dashboards show in place of verdicts and faults, until `run.secret` is "" again.
         """
         wanted = (
@@ -206,7 +206,7 @@ class Lab(RunControls):
         if self.live and self._live:
             if begun is None and (experiment is None or wanted in (self.experiment, self._live.initial_experiment)):
                 return cast(Run, self._live.run)
-            raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...), or lab.stop() it first")
+            raise ClusterError(f"{self!r}: a run is live; set its knobs with lab.set(...) or lab.stop() it first")
         to_come = user_input.planned(wanted, user_input.changes(changes))
         require_memory(wanted)
         with without_interrupts():
@@ -225,8 +225,8 @@ class Lab(RunControls):
     def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
         """Sets a knob on all ranks before one step, or for the next run. Raises KnobError at once if it is invalid.
 
-        A dict of values by path sets several at once and checks them together, as strategy and partition may need.
-        `lab.turn` and `lab.turns` are old names of `lab.set` and `lab.changes`, for one release.
+        A dict of values by path sets several at once and checks them together. Strategy and partition may need this.
+        `lab.turn` and `lab.turns` are old names of `lab.set` and `lab.changes` for one release.
         """
         if self.live and self._live:
             require_memory(self.experiment, path, value)
@@ -237,13 +237,13 @@ class Lab(RunControls):
         return self.changes[-1]
 
     def tune(self, paths: Any = None, **how: Any) -> Tuning:
-        """Searches live for settings with the shortest step, on a thread of its own. `wait()` returns the result.
+        """Searches live for settings with the shortest step on a thread of its own. `wait()` returns the result.
 
-        The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for the arguments, and
-        `workbench.sim.tune.live_search` for the method. Raises KnobError, also if another search is under way.
+        The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for the arguments and
+        `workbench.sim.tune.live_search` for the method. Raises KnobError. Another search under way is such an error.
         """
         if self.tuning is not None and self.tuning.live:
-            raise KnobError("tune: a search goes on; lab.tuning.stop() ends it, lab.tuning.wait() waits for it")
+            raise KnobError("tune: a search is under way; end it with lab.tuning.stop() or wait with lab.tuning.wait()")
         self.tuning = tuning(self, paths, **how)
         return self.tuning
 
@@ -260,7 +260,7 @@ class Lab(RunControls):
             self.cluster.close()
 
     def detach(self) -> None:
-        """Keeps engines and run alive when this kernel ends; `Lab.attach()` in another kernel finds them."""
+        """Keeps engines and run alive when this kernel ends. `Lab.attach()` in another kernel finds them."""
         cluster = self.wait().cluster
         with without_interrupts():
             cluster.detach()
@@ -291,7 +291,7 @@ class Lab(RunControls):
         return f"{what}; {self._live.run.holdup}" if self._live and self._live.run.holdup else what
 
     def dashboard(self, read_only: bool = False) -> Any:
-        """Returns the dashboard as a widget; with `read_only` a separate one without controls.
+        """Returns the dashboard as a widget. With `read_only` it is a separate one without controls.
 
         Its `dock()` shows it in a panel next to the notebook. `state()` and `restore(state)` keep its open parts.
         """

@@ -1,4 +1,4 @@
-"""Run, the record's data with analyses, and functions such as `simulate`, `plan` and `tune`.
+"""Run, the record's data with analyses. Functions such as `simulate`, `plan` and `tune`.
 
 This is an entry point like `workbench.lab`. Inner packages use the data alone (`workbench.record.run.Run`) and call
 functions.
@@ -40,19 +40,20 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(recorded.Checkpoint):
-    """A checkpoint on disk, opened for reading without ranks.
+    """A checkpoint on disk. It is opened for reading without ranks.
 
     `Checkpoint.open(path)` takes its folder, or a run's directory for the newest one. `step` is the step before which
-    it was made, `ranks` the number of ranks that trained, `settings` their settings as plain values.
+    it was made. `ranks` is the number of ranks that trained. `settings` are their settings as plain values.
     """
 
     def model(self, task: Any = None, into: nn.Module | None = None) -> nn.Module:
-        """Returns the trained model, on the CPU.
+        """Returns the trained model on the CPU.
 
-        task: the Task, if the settings do not describe it; into: a model that takes the values, and is returned
+        task: the Task if the settings do not describe it
+        into: a model that takes the values and is returned
 
-        Verifies each file's digest before it uses a value. Raises RunError if a file is damaged, and KnobError if the
-        settings or the model belong to another task.
+        Verifies each file's digest before it uses a value. Raises RunError if a file is damaged. Raises KnobError if
+        the settings or the model belong to another task.
         """
         from workbench.sim.run.resuming import model_of
 
@@ -111,7 +112,7 @@ def settings_of(path: Path | str) -> Experiment:
 
 
 def require_memory(experiment: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
-    """Raises KnobError if ranks of `experiment`, or of a change of it, would exceed `memory_mb`. See sim.run.fits."""
+    """Raises KnobError if ranks of `experiment` or of a change of it would exceed `memory_mb`. See sim.run.fits."""
     if experiment.memory_mb or (path and "memory_mb" in each(path, value)):
         from workbench.sim.run.memory_checks import require_memory
 
@@ -127,14 +128,14 @@ def outlined(task: Any) -> bool:
 
 
 def refused_by_model(experiment: Experiment) -> str:
-    """Returns why the task's model cannot train under these settings; "" if it can. See sim.run.suitability."""
+    """Returns why the task's model cannot train under these settings. "" if it can. See sim.run.suitability."""
     from workbench.sim.run.model_checks import refused_by_model
 
     return refused_by_model(experiment)
 
 
 class Run(RunFrames):
-    """An experiment, its timeline and its environment, whether live, recorded or simulated.
+    """A live, recorded or simulated run: experiment, timeline and environment.
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
     Run tour: LocalSGD, 2 ranks, 0 steps in 0.0 s (cut off)
@@ -152,9 +153,9 @@ class Run(RunFrames):
     def from_traces(cls, paths: Iterable[Path | str], name: str = "") -> Self:
         """Returns a run from traces of any job by torch.profiler: one file per rank, .json or .json.gz.
 
-        Its timeline has steps, kernels or operators, collectives and their exposed parts, so all analyses of timelines
+        Its timeline has steps, kernels or operators, collectives and their exposed parts. So all analyses of timelines
         work. See `analysis/export/taken.py`. `save` keeps it as a run directory. Nothing in a trace is executed. Raises
-        RunError if a file is no such trace, or is too large.
+        RunError if a file is no such trace or too large.
         """
         every = [paths] if isinstance(paths, str | Path) else list(paths)
         if not every:
@@ -182,7 +183,7 @@ class Run(RunFrames):
 
     def scaling(self, settings: Mapping[str, Any] | None = None, network: str = "",
                 ranks: Sequence[int] | None = None) -> Scaling:  # fmt: skip
-        """Predicts it for several numbers of ranks, by default 2 to 4,096. See `workbench.sim.plan.scaling`."""
+        """Predicts it for several numbers of ranks. The default is 2 to 4096. See `workbench.sim.plan.scaling`."""
         from workbench.sim.plan.what_if import RANK_COUNTS, predict_scaling
 
         return predict_scaling(self, settings, network, RANK_COUNTS if ranks is None else ranks)
@@ -190,18 +191,18 @@ class Run(RunFrames):
     def model(
         self, step: int | None = None, task: Any = None, timeout: float = 60.0, into: nn.Module | None = None
     ) -> nn.Module:
-        """Returns the trained model on the CPU: at a live run's next step boundary, or at the end.
+        """Returns the trained model on the CPU: at a live run's next step boundary or at the end.
 
-        The whole model is assembled from shards, slices and stages; replicas that drifted apart are averaged. It comes
-        from a checkpoint; the checkpoint of a live run stays.
+        The whole model is assembled from shards, slices and stages. Drifted replicas are averaged. It comes from a
+        checkpoint. The checkpoint of a live run stays.
 
         step: of the checkpoint before that step instead
-        task: for a recorded run, which lacks your own functions
+        task: for a recorded run (it lacks your own functions)
         timeout: seconds to wait for a live run's boundary
-        into: a model to fill and return; a loop of its own needs it, because only the loop can make the model
+        into: a model to fill and return. A loop of its own needs it because only the loop can make the model
 
-        Raises RunError if the model was not kept, with the steps that were. Also raises TimeoutError, and KnobError for
-        another task's settings.
+        Raises RunError with the kept steps if the model was not kept. Raises TimeoutError, and KnobError for another
+        task's settings.
         """
         from workbench.sim.run.resuming import model_of
 
@@ -210,29 +211,29 @@ class Run(RunFrames):
     def _kept(self, step: int | None, task: Any, timeout: float) -> tuple[Checkpoint, Any]:
         """Returns the checkpoint to read the model from, and the task that makes a model."""
         if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
-            raise KnobError(f"step={short(step)}: must be the step of a checkpoint, 0 or more, or None")
+            raise KnobError(f"step={short(step)}: must be the step of a checkpoint (0 or more) or None")
         checkpoint = Checkpoint.open(wait_for_checkpoint(self, step, timeout))
         return checkpoint, self.experiment.task if task is None else task
 
     def save_model(self, path: Path | str, step: int | None = None, task: Any = None, timeout: float = 60.0) -> Path:
         """Writes `model(...)` to `path`, as `.safetensors` (needs safetensors) or torch's state dict.
 
-        `torch.load(path, weights_only=True)` reads the latter. Raises the errors of `model`, and RunError if it cannot
-        write.
+        `torch.load(path, weights_only=True)` reads the latter. Raises the errors of `model`. Raises RunError if
+        it cannot write.
         """
         from workbench.sim.run.resuming import saved_state, write_state
 
         return write_state(path, lambda: saved_state(*self._kept(step, task, timeout)))
 
     def segment(self, first: int, stop: int) -> Self:
-        """Returns steps [first, stop) as a run of their own, to compare, export or inspect.
+        """Returns steps `[first, stop)` as a run of their own.
 
         >>> Run({"ranks": 2}, name="tour").segment(10, 20).name
         'tour, steps 10 to 19'
         """
         whole = [isinstance(step, int) and not isinstance(step, bool) for step in (first, stop)]
         if not all(whole) or not 0 <= first < stop:
-            raise KnobError(f"first={short(first)}, stop={short(stop)}: must be steps, 0 or more, stop after first")
+            raise KnobError(f"first={short(first)}, stop={short(stop)}: must be steps from 0, stop after first")
         name, timeline = f"{self.name}, steps {first} to {stop - 1}", analysis.cut_segment(self.timeline, first, stop)
         return type(self)(
             self.settings, timeline=timeline, environment=self._environment, name=name, started=self.started,
@@ -240,13 +241,14 @@ class Run(RunFrames):
         )  # fmt: skip
 
     def compare(self, other: record.Run, tolerance: float = 0.0) -> pd.DataFrame:
-        """Compares `other` with this run, a row per metric. Less of a metric is better.
+        """Compares `other` with this run by metric. Less of a metric is better.
 
-        The columns are unit, a (this run), b, difference (b - a), low and high of its 99 % interval, verdict and why.
-        The verdict is that b is better, worse, alike or unknown; why explains an unknown verdict. To compare two
+        The columns are `unit`, `a` (this run), `b`, `difference` (b - a), `verdict` and `why`. `low` and `high` are the
+        99 % interval of the difference. The verdict on b is `better`, `worse`, `alike` or `unknown`, which `why`
+        explains. To compare two
         segments of one run, use `run.segment(...)`.
 
-        tolerance: share of a's value by which b may be worse, 0 to 10. Raises RunError for another.
+        tolerance: share of a's value by which b may be worse (0 to 10). Raises RunError for another.
 
         >>> Run({"ranks": 2}, name="a").compare(Run({"ranks": 2}, name="b")).verdict["step time"]
         'unknown'
@@ -256,7 +258,7 @@ class Run(RunFrames):
         return pd.DataFrame(analysis.compare_runs(self, other, tolerance)).set_index("metric")
 
     def advice(self, last: int = 40) -> AdviceTable:
-        """Returns the largest costs of a step over the last steps, and what to try next. See
+        """Returns the largest costs of a step over the last steps and what to try next. See
         `workbench.sim.plan.advice`.
 
         >>> Run({"ranks": 2}, name="tour").advice().unjudged[:17]
@@ -267,10 +269,10 @@ class Run(RunFrames):
         return advise_run(self, last)
 
     def export(self, to: str, out: Path | str | None = None) -> Path:
-        """Writes the run for another tool: "perfetto", "chrome", "parquet", "csv" or "tensorboard". Returns the path.
+        """Writes the run for another tool: `perfetto`, `chrome`, `parquet`, `csv` or `tensorboard`. Returns the path.
 
-        `workbench.analysis.export.files` describes each form. out: file or folder; the default is NAME-FORM in the
-        working directory. Raises RunError for an unknown form, or if it cannot write.
+        `workbench.analysis.export.files` describes each form. out: file or folder. The default is NAME-FORM in the
+        working directory. Raises RunError for an unknown form or if it cannot write.
         """
         from workbench.analysis.export.files import export_run
 
@@ -286,7 +288,7 @@ class Run(RunFrames):
         return analysis.summary_line(self)
 
     def dashboard(self, read_only: bool = False) -> Any:
-        """Returns the dashboard as a widget; with `read_only` a separate one without controls.
+        """Returns the dashboard as a widget. With `read_only` it is a separate one without controls.
 
         Its `dock()` shows it in a panel next to the notebook. `state()` and `restore(state)` keep its open parts.
         """
@@ -304,7 +306,7 @@ def simulate(
     replay: record.Run | None = None, alike: bool = False, resume: Checkpoint | None = None,
     checkpoints: Path | None = None,
 ) -> Run:  # fmt: skip
-    """Runs `experiment` on a virtual clock, without processes. See `workbench.sim.run.simulate`."""
+    """Runs `experiment` on a virtual clock without processes. See `workbench.sim.run.simulate`."""
     from workbench.sim import simulate
 
     run = Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike,

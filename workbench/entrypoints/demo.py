@@ -1,4 +1,4 @@
-"""The demo without a browser: 4 real ranks on a slow link, live changes, and their effects, from the record."""
+"""The demo without a browser: 4 real ranks on a slow link, live changes and their recorded effects."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def report(path: Path | str) -> Iterator[list[Run]]:
         with workbench.report("out.html"):
             lab.run(experiment).wait()
 
-    The first run's page is `path`, the second one's `out-2.html`, and so on. Simulations count as runs. The block gets
+    The first run's page is `path`. The second run's page is `out-2.html`. Simulations count as runs. The block gets
     the list of the runs so far. A run that is still live at the end appears up to that point. Raises RunError if no run
     began, or if a page cannot be written.
     """

@@ -1,4 +1,4 @@
-"""Experiment, which describes a run completely, and its checks."""
+"""Experiment, which describes a run completely. Its checks."""
 
 from workbench.experiment.experiment import Experiment as Experiment
 

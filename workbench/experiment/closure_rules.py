@@ -1,4 +1,4 @@
-"""Refuses optimizers whose step needs a closure: a rank computes its loss once per step."""
+"""Refuses optimizers whose step needs a closure. A rank computes its loss once per step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def explain_refusal(e: Experiment, made: Callable[[], Any]) -> str | None:
-    """Returns why a rank's step cannot use `e`'s optimizer; or None. LBFGS, for example, computes the loss again.
+    """Returns why a rank's step cannot use `e`'s optimizer (as LBFGS, which computes the loss again); or None.
 
     made: makes `e`'s optimizer for its model
     """
@@ -23,6 +23,6 @@ def explain_refusal(e: Experiment, made: Callable[[], Any]) -> str | None:
         return None
     name = type(optimizer).__name__
     return (
-        f"optimizer={name}: it computes the loss several times per step by a closure, and a rank computes it once; "
-        f"take optimizer=AdamW(), or strategy=Newton() for second-order steps"
+        f"optimizer={name}: it computes the loss several times per step by a closure, but a rank computes it once. "
+        f"Take optimizer=AdamW(), or strategy=Newton() for second-order steps"
     )

@@ -1,10 +1,10 @@
-"""Keeps torch's compiler, 20 % of an engine's imports, out of a process until it compiles.
+"""Keeps torch's compiler out of a process until it compiles. It is 20 % of an engine's imports.
 
-In a notebook, importing it would delay the first change that inspects an optimizer by seconds.
+In a notebook importing it would delay the first change that inspects an optimizer by seconds.
 
-Every optimizer of torch imports `torch._dynamo`, about 300 modules, for 2 calls that do nothing without a compiler.
-Fake tensors, which inspect a model, import it for its settings. `put_off_compiler` puts in its place a module with the
-settings and these calls. Any other use loads the real module, so `torch.compile` works as usual.
+Every optimizer of torch imports the 300 modules of `torch._dynamo` for 2 calls that do nothing without a compiler.
+Fake tensors inspect a model and import it for its settings. `put_off_compiler` puts in its place a module with the
+settings and these calls. Any other use loads the real module. So `torch.compile` works as usual.
 """
 
 from __future__ import annotations

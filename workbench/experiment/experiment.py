@@ -47,7 +47,7 @@ class Experiment:
     task: TaskBase = knob(ByteGPT(), live=False, doc="what learns")
     strategy: Strategy = knob(DDP(), doc="how ranks agree")
     partition: Partition = knob(Whole(), doc="how one replica of the model is spread over ranks")
-    compressor: Compressor = knob(Dense(), doc="what ranks send in place of a bucket")
+    compressor: Compressor = knob(Dense(), doc="encoding of the buckets that ranks send")
     fabric: Fabric = knob(Fabric(), doc="the network and its faults")
     optimizer: Optimizer = knob(TaskOwn(), doc="how gradients become steps")
     policy: PolicyBase = knob(ByHand(), doc="a program that changes knobs during a run, in addition to people")
@@ -82,9 +82,9 @@ class Experiment:
         normalise(self, "")
 
     def set(self, path: str | Mapping[str, Any], value: Any = None) -> Experiment:
-        """Returns this experiment with one knob changed, or several from a dict, and checks the whole.
+        """Changes one knob, or several from a dict. Checks and returns the new experiment.
 
-        `policy` may be None: only people decide. Raises KnobError. `experiment.turn` is the old name, for one release.
+        `policy` may be None: only people decide. Raises KnobError. `experiment.turn` is the old name for one release.
         """
         settings = each(path, value)
         if "policy" in settings and settings["policy"] is None:
@@ -111,13 +111,13 @@ class Experiment:
         if good.strategy.tables and not good.task.looks_up:
             raise KnobError(
                 f"task={type(good.task).__name__}: does not declare which rows of embedding tables a batch reads, "
-                f"and {type(good.strategy).__name__} needs this; take ClickThrough, give your own Task `lookups`, or "
+                f"but {type(good.strategy).__name__} needs this. Take ClickThrough, give your own Task `lookups` or "
                 f"use ShadowEASGD"
             )
         if good.clip and not good.strategy.clips:
             raise KnobError(
                 f"clip={good.clip:g}: under {type(good.strategy).__name__} an update does not see all gradients, so "
-                f"their norm is not known; use clip=0 with it, or DDP or LocalSGD"
+                f"their norm is not known. Use clip=0 with it, or DDP or LocalSGD"
             )
         if reason := good.optimizer.refuses():
             raise KnobError(reason)

@@ -18,9 +18,9 @@ def suggest_less_memory(e: Experiment, standing: bool = False, now: Experiment |
             fits: Callable[[str, object], bool] | None = None) -> list[str]:  # fmt: skip
     """Returns alternatives to set instead, as text.
 
-    standing: memory runs out between steps or in an evaluation, so neither the batch nor activations are the cause
-    now:  the settings in force; suggestions must differ and need less
-    fits: whether a value of the knob at a path would fit; without it, every valid value counts
+    standing: memory runs out between steps or in an evaluation. So neither the batch nor activations are the cause
+    now:  the settings in force. Suggestions must differ and need less
+    fits: whether a value of the knob at a path would fit. Without it every valid value counts
     """
     return list(_ways(e, standing, now or e, fits))
 

@@ -19,7 +19,7 @@ _MADE: WeakKeyDictionary[Any, dict[tuple[Any, ...], Mesh]] = WeakKeyDictionary()
 def make_mesh(strategy: Any, size: int, generation: int = 0, partition: Partition = WHOLE) -> Mesh:
     """Returns the mesh of the training ranks: the strategy's dimensions, then the partition's.
 
-    A process's ranks share it, because copies for thousands of ranks take much memory. Raises StrategyError if the
+    A process's ranks share it because copies for thousands of ranks take much memory. Raises StrategyError if the
     dimensions do not fit.
     """
     made = _MADE.setdefault(strategy, {})
@@ -48,7 +48,7 @@ def _dims(strategy: Any, size: int) -> tuple[tuple[str, int], ...]:
 
 @lru_cache(maxsize=64)  # thousands of ranks need the same result
 def list_shard_groups(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of ranks in which `strategy` shards; each group holds all shards."""
+    """Returns the groups of ranks in which `strategy` shards. Each group holds all shards."""
     who = make_mesh(strategy, size)
     dims = strategy.shared_along or tuple(name for name, _ in who.dims)
     found: dict[int, tuple[int, ...]] = {}
@@ -60,7 +60,7 @@ def list_shard_groups(strategy: Any, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def explain_refusal(strategy: Any, size: int, partition: Partition = WHOLE) -> str | None:
-    """Returns why `strategy` cannot arrange `size` ranks, and what to do instead; or None."""
+    """Returns why `strategy` cannot arrange `size` ranks, with a remedy; or None."""
     said = f"strategy={type(strategy).__name__}"
     try:
         names = [name for name, _ in make_mesh(strategy, size, partition=partition).dims]
@@ -75,7 +75,7 @@ def explain_refusal(strategy: Any, size: int, partition: Partition = WHOLE) -> s
 
 
 def explain_algorithm_refusal(algorithm: Algorithm, strategy: Any) -> str | None:
-    """Returns why `strategy` cannot use this all-reduce `algorithm`, and what to do instead; or None."""
+    """Returns why `strategy` cannot use this all-reduce `algorithm`, with a remedy; or None."""
     if strategy.opaque and not algorithm.native:
         return (
             f"fabric.algorithm={type(algorithm).__name__}: under {type(strategy).__name__} torch itself sums, by the "

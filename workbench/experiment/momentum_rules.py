@@ -1,4 +1,4 @@
-"""Checks whether a compressor can keep the optimizer's momentum, a plain sum of gradients."""
+"""Checks whether a compressor can keep the optimizer's momentum as a plain sum of gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def explain_refusal(e: ExperimentView, made: Callable[[], Any] | None = None) -> str | None:
-    """Returns why `e`'s compressor cannot keep the momentum, and what to do instead; or None.
+    """Returns why `e`'s compressor cannot keep the momentum, with a remedy; or None.
 
-    made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes
+    made: makes `e`'s optimizer for its model. Without it a task's own optimizer passes
     """
     name = next((type(c).__name__ for c in inside(e.compressor) if c.carries), None)
     if name is None:
@@ -48,6 +48,6 @@ def make_trial(e: ExperimentView) -> Callable[[], Any]:
 
 
 def is_plain_momentum(optimizer: Any) -> bool:
-    """Whether the optimizer's momentum, if any, is a running sum of gradients and weight decay."""
+    """Whether a momentum of the optimizer would be a running sum of gradients and weight decay."""
     odd = ("nesterov", "dampening", "maximize")
     return type(optimizer) is torch.optim.SGD and not any(g[name] for g in optimizer.param_groups for name in odd)

@@ -1,4 +1,4 @@
-"""Settings for a loss or gradient that is not finite, and for a loss that diverges."""
+"""Settings for a loss or gradient that is not finite and for a loss that diverges."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_ROWS = "the batch has no rows"  # such a loss is a mean over no rows
 
 
 def explain_refusal(e: ExperimentView) -> str | None:
-    """Returns why `e` cannot skip a step as `on_nan` asks, and what to do instead; or None."""
+    """Returns why `e` cannot skip a step as `on_nan` asks, with a remedy; or None."""
     s = e.strategy
     if e.on_nan != "skip" or (s.skips and s.clips and not s.shards and s.workers == 1):
         return None

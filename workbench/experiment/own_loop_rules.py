@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def explain_refusal(e: ExperimentView) -> str | None:
-    """Returns why the task's own loop cannot run as `e` says, and what to do instead; or None."""
+    """Returns why the task's own loop cannot run as `e` says, with a remedy; or None."""
     if not e.task.has_own_loop:
         return None
     name, strategy = type(e.task).__name__, type(e.strategy).__name__

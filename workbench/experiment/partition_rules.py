@@ -1,4 +1,4 @@
-"""Checks whether a partition fits the ranks, the batch and the strategy."""
+"""Checks whether a partition fits ranks, batch and strategy."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 
 
 def count_replicas(e: ExperimentView) -> int:
-    """Returns the number of replicas; each reads its own batches."""
+    """Returns the number of replicas. Each reads its own batches."""
     return e.ranks // e.partition.size
 
 
 def place_in_replica(e: ExperimentView, rank: int) -> tuple[int, int]:
-    """Returns a rank's replica, and its place in it."""
+    """Returns a rank's replica and its place in it."""
     return divmod(rank, e.partition.size)
 
 
 def find_data_shard(e: ExperimentView, rank: int) -> tuple[int, int, int | None]:
-    """Returns the rank's data shard, the number of shards, and a seed for random numbers or None.
+    """Returns the rank's data shard, the number of shards and a seed for random numbers or None.
 
     Without a partition every rank reads its own shard and uses the process's random numbers (None). With one, a
     replica's ranks read the same shard by the replica's seed.
@@ -38,7 +38,7 @@ def find_random_seed(e: ExperimentView, rank: int, step: int) -> int:
 
 
 def explain_refusal(e: ExperimentView) -> str | None:
-    """Returns why `e`'s partition cannot spread its replicas, and what to do instead; or None."""
+    """Returns why `e`'s partition cannot spread its replicas, with a remedy; or None."""
     partition, strategy = e.partition, e.strategy
     if partition.size == 1:
         return None
@@ -68,7 +68,7 @@ def explain_refusal(e: ExperimentView) -> str | None:
 
 
 def explain_unfit_strategy(strategy: Strategy, size: int) -> str:
-    """Returns the property of a strategy that rules out replicas on several ranks, or ""."""
+    """Returns the property of a strategy that rules out replicas on several ranks; or ""."""
     said = {
         "torch's own exchange needs the whole model on every rank": strategy.opaque,
         "ranks shard parameters that the ranks of a pipeline or a layer split already": strategy.shards,

@@ -1,8 +1,8 @@
-"""The learning rate of a step, on both hosts: the experiment's `lr` times a factor.
+"""The learning rate of a step: the experiment's `lr` times a factor.
 
-`lr_scaled` makes the rate follow the global batch (linear scaling), because k small steps in about the same direction
-add up to one step k times as long. In the first steps the gradient turns quickly and this fails, so the factor may rise
-in `lr_warmup` equal parts.
+`lr_scaled` makes the rate follow the global batch (linear scaling): k small steps in about the same direction add up to
+one step k times as long. In the first steps the gradient turns quickly and this fails. So the factor may rise in
+`lr_warmup` equal parts.
 
 Reference: Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017,
 https://arxiv.org/abs/1706.02677
@@ -28,7 +28,7 @@ def compute_rate_factor(e: ExperimentView) -> float:
 
 
 def explain_refusal(e: ExperimentView) -> str | None:
-    """Returns why the rate cannot follow the batch, and what to do instead; or None."""
+    """Returns why the rate cannot follow the batch, with a remedy; or None."""
     if not e.lr_scaled:
         return None
     if e.lr_base and not e.batch:

@@ -1,4 +1,4 @@
-"""Recipes: functions that return experiments to begin with, and start nothing."""
+"""Recipes: functions that return experiments to begin with. They start nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workbench.tasks import ByteGPT, ClickThrough, Digits
 
 
 def first_run() -> Experiment:
-    """ByteGPT on 4 ranks, paced, over a link that is slightly too slow: every control shows an effect."""
+    """ByteGPT on 4 paced ranks over a link that is slightly too slow: every control shows an effect."""
     return Experiment(task=ByteGPT(), strategy=DDP(), pace=100, fabric=Fabric(link=Link(bandwidth=300, latency=0.5)))
 
 

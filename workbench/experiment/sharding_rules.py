@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def explain_refusal(e: ExperimentView, made: Callable[[], Any] | None = None) -> str | None:
-    """Returns why `e` cannot shard its optimizer, and what to do instead; or None.
+    """Returns why `e` cannot shard its optimizer, with a remedy; or None.
 
-    made: makes `e`'s optimizer for its model; without it, a task's own optimizer passes
+    made: makes `e`'s optimizer for its model. Without it a task's own optimizer passes
     """
     sliced = e.partition.slices > 1
     if not (e.strategy.shards or sliced or e.strategy.tables) or e.ranks == 1 or (made is None and e.optimizer.of_task):

@@ -20,7 +20,7 @@ MAX_PATH_LENGTH, MAX_NAME_LENGTH = 1024, 200  # characters
 
 
 def system() -> None:
-    """Raises KnobError on Windows, which cannot start, freeze and end ranks as processes."""
+    """Raises KnobError on Windows: it cannot start, freeze and end ranks as processes."""
     if sys.platform == "win32":
         raise KnobError(
             "platform=win32: must be Linux or macOS, because Windows cannot start, freeze and end ranks as the "
@@ -55,7 +55,7 @@ def device(value: Any) -> str | int:
     """Checks a device or a number of GPUs. Only engines can tell whether enough exist."""
     good = value in ("auto", "cpu", "cuda") if isinstance(value, str) else isinstance(value, int) and value >= 1
     if not good or isinstance(value, bool):
-        raise KnobError(f"device={short(value)}: must be auto, cpu, cuda, or a number of GPUs")
+        raise KnobError(f"device={short(value)}: must be auto, cpu, cuda or a number of GPUs")
     return value
 
 
@@ -89,7 +89,7 @@ def script(file: str, words: Sequence[str] = ()) -> Experiment:
 
 
 def changes(value: Any) -> tuple[Change, ...]:
-    """Checks planned changes. Each may also be (at_step, path, value) or (at_step, {path: value, ...})."""
+    """Checks planned changes. Each may also be `(at_step, path, value)` or `(at_step, {path: value, ...})`."""
     wanted = "must be Change(at_step, path, value)"
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise KnobError(f"changes={short(value)}: must be a list, and each element {wanted[8:]}")
@@ -107,7 +107,7 @@ def changes(value: Any) -> tuple[Change, ...]:
 
 
 def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, ...]:
-    """Returns the changes sorted by step, each checked against the settings before it."""
+    """Returns the changes sorted by step. Checks each against the settings before it."""
     out = []
     for change in sorted(changes, key=lambda change: change.at_step):
         if (step := change.at_step) < 0:
@@ -118,5 +118,5 @@ def planned(experiment: Experiment, changes: Sequence[Change]) -> tuple[Change, 
 
 
 def turned(start: Experiment, settings: Iterable[tuple[str, Any]]) -> Experiment:
-    """Returns `start` with several knobs set at once, in any order, and checks the whole. Raises KnobError."""
+    """Sets several knobs at once in any order. Checks and returns the result. Raises KnobError."""
     return with_values(start, settings).checked()

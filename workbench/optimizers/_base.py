@@ -40,7 +40,7 @@ class Optimizer(Family):
         return self.make(trained, lr, lambda rate: own(trained, rate))
 
     def refuses(self) -> str | None:
-        """Returns why these knobs do not fit together, and what to do instead; or None."""
+        """Returns why these knobs do not fit together, with a remedy; or None."""
         return None
 
 
@@ -50,7 +50,7 @@ def chosen(lr: float, own: Own) -> float:
 
 
 def by_layers(params: list[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Returns two groups: weights; and biases with normalisations, without trust ratio and decay.
+    """Returns two groups: weights, and biases with normalisations. The second has no trust ratio and decay.
 
     Parameters with at most one dimension belong to the second group.
     """

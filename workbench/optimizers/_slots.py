@@ -40,9 +40,9 @@ def slots(optimizer: Any) -> tuple[str, ...]:
 
 
 def carry(old: Any, new: Any) -> dict[str, Any]:
-    """Gives `new` the slots of `old` with the same meaning; other slots start empty. Both have the same parameters.
+    """Gives `new` the slots of `old` with the same meaning. Other slots start empty. Both have the same parameters.
 
-    Returns the names of slots that are "carried", start "fresh" or are "dropped", and a "text" such as `carried:
+    Returns the names of slots that are "carried", start "fresh" or are "dropped". It adds a "text" such as `carried:
     momentum_buffer; fresh: none`.
     """
     there = {name for held in old.state.values() for name, x in held.items() if isinstance(x, Tensor)}

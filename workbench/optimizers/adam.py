@@ -17,14 +17,14 @@ class Adam(Optimizer):
 
         m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2,   w <- w - lr m_hat / (sqrt(v_hat) + eps)
 
-    with g = grad + weight_decay w, and hat the division by 1 - b^t. Its state is m, `exp_avg`; v, `exp_avg_sq`; and t,
-    `step`: twice the model's bytes. It is not linear in the gradient, so ranks that update alone and average after
+    with g = grad + weight_decay w, and hat the division by 1 - b^t. Its state is m (`exp_avg`), v (`exp_avg_sq`) and t
+    (`step`): twice the model's bytes. It is not linear in the gradient. So ranks that update alone and average after
     every step still differ from DDP.
 
     When to use it: for most models, at a rate that needs little search. For weight decay take AdamW.
 
-    Reference: Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, https://arxiv.org/abs/1412.6980;
-    torch.optim.Adam
+    Reference: Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015, https://arxiv.org/abs/1412.6980.
+    See torch.optim.Adam
     """
 
     beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")

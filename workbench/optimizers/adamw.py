@@ -17,13 +17,13 @@ class AdamW(Optimizer):
 
         w <- w - lr weight_decay w - lr m_hat / (sqrt(v_hat) + eps)          m, v and hat as in Adam
 
-    Adam adds its decay to the gradient and divides by the root mean square, so parameters with large gradients decay
+    Adam adds its decay to the gradient and divides by the root mean square. So parameters with large gradients decay
     little. Here every parameter shrinks alike. Its state is Adam's and has the same meaning.
 
     When to use it: for transformers, and whenever you want Adam with weight decay.
 
     Reference: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019,
-    https://arxiv.org/abs/1711.05101; torch.optim.AdamW
+    https://arxiv.org/abs/1711.05101. See torch.optim.AdamW
     """
 
     beta1: float = knob(0.9, 0.0, 0.9999, doc="decay of the first moment, the mean gradient")

@@ -19,10 +19,10 @@ class LAMB(Optimizer):
         u <- m_hat / (sqrt(v_hat) + eps) + weight_decay w                     m, v and hat as in Adam
         w <- w - lr (|w| / |u|) u                                             for each weight tensor w
 
-    |w| / |u| is the trust ratio. Adam makes all elements' steps about equally long; with the ratio, a layer's step has
-    the norm lr |w|, so `lr` is relative to its weights. If |w| = |u|, it is AdamW. Biases and normalisations
-    (parameters of one dimension) take Adam's steps and do not decay. A tensor that is zero, or does not move, has ratio
-    1. The paper allows a function of |w|; here it is the identity. Norms are of whole tensors on one rank, so ranks
+    |w| / |u| is the trust ratio. Adam makes all elements' steps about equally long. With the ratio a layer's step has
+    the norm lr |w|. So `lr` is relative to its weights. If |w| = |u|, it is AdamW. Biases and normalisations
+    (parameters of one dimension) take Adam's steps and do not decay. A tensor that is zero or does not move has ratio
+    1. The paper allows a function of |w|; here it is the identity. Norms are of whole tensors on one rank. So ranks
     send nothing more. Its state is Adam's and has the same meaning.
 
     When to use it: for transformers with batches of many thousands, with a warm-up (`lr_warmup`). In the paper BERT

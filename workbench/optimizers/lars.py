@@ -24,7 +24,7 @@ class LARS(Optimizer):
     |grad| / |w| differs between layers by orders of magnitude, above all early. So a rate that suits a large batch is
     too large for some layer. The ratio removes the gradient's length from the step: without decay, a gradient c times
     as large moves a weight equally far. Biases and normalisations (parameters of one dimension) take plain steps and do
-    not decay. A tensor that is zero, or has no gradient, has ratio 1. Norms are of whole tensors on one rank, so ranks
+    not decay. A tensor that is zero or has no gradient has ratio 1. Norms are of whole tensors on one rank, so ranks
     send nothing more. The rate is outside v, as in torch's SGD. LARS takes over SGD's `momentum_buffer`, although
     lengths in it differ by the ratio.
 

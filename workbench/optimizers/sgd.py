@@ -23,7 +23,7 @@ class SGD(Optimizer):
     When to use it: to check theory. With SGD, LocalSGD with `every` = 1 equals DDP, and a batch k times as large needs
     a rate k times as large.
 
-    Reference: torch.optim.SGD; Sutskever et al., "On the importance of initialization and momentum in deep learning",
+    Reference: torch.optim.SGD. Sutskever et al., "On the importance of initialization and momentum in deep learning",
     ICML 2013, https://proceedings.mlr.press/v28/sutskever13.html
     """
 

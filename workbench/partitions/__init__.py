@@ -1,4 +1,4 @@
-"""Partitions spread a replica over ranks: one per file, frozen dataclasses of knobs.
+"""Partitions spread a replica over ranks. Each file has one frozen dataclass of knobs.
 
 The order in which a pipeline computes is a family of its own, in `schedules`.
 """

@@ -40,7 +40,7 @@ class Partition(Family):
     home: ClassVar[str] = "workbench.partitions"
 
     def dims(self) -> tuple[tuple[str, int], ...]:
-        """Returns the mesh dimensions of one replica as (name, size), neighbours last; () if it is whole."""
+        """Returns the mesh dimensions of one replica as `(name, size)`. Neighbours come last. () if it is whole."""
         return ()
 
     @property
@@ -60,7 +60,7 @@ class Partition(Family):
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """The parts of the model at which pieces begin, without the first; (): cut evenly."""
+        """The parts of the model at which the pieces after the first begin. (): cut evenly."""
         return ()
 
     @property
@@ -79,7 +79,7 @@ class Partition(Family):
         return 1
 
     def actions(self, stage: int) -> list[Action]:
-        """Returns the passes of a stage's ranks for one batch, in order; [] if a replica is whole."""
+        """Returns the passes of a stage's ranks for one batch in order. [] if a replica is whole."""
         return []
 
     def ahead(self, stage: int) -> int:
@@ -117,5 +117,5 @@ class Partition(Family):
         yield from ()
 
     def refuses(self, batch: int) -> str | None:
-        """Returns why it cannot take a batch of this size (0: unknown), and what to do instead; or None."""
+        """Returns why it cannot take a batch of this size (0: unknown), with a remedy; or None."""
         return None

@@ -18,7 +18,7 @@ def coding(activations: Compressor, gradients: Compressor, mask: bool, memory: M
 
 
 def refused(activations: Compressor, gradients: Compressor, where: str) -> str | None:
-    """Returns why a codec cannot be used at `where` ("between two stages"), and what to use; or None."""
+    """Returns why a codec cannot be used at `where` ("between two stages"), with a remedy; or None."""
     for name, way in (("activations", activations), ("gradients", gradients)):
         if without_feedback(way).coder(Memory()) is None:
             return (

@@ -24,7 +24,7 @@ class Pipeline(Partition):
         its gradient:             0 <- 1 <- ... <- p-1
         after all m backwards:    the strategy's exchange between the ranks with the same stage
 
-    Each rank holds the parameters, gradients and optimizer state of its own stage, about 1/p of the model's. It cuts
+    Each rank holds parameters, gradients and optimizer state of its own stage, about 1/p of the model's. It cuts
     its batch into m equal parts. Their gradients add up to the gradients of the batch. Stages wait for each other while
     the pipeline fills and drains. Under GPipe and 1F1B, stages of equal speed wait for a share (p-1) / (m+p-1) of the
     passes' time. PipeDream and PipeDream2BW never drain it and update with stale gradients. Between two stages, ranks
@@ -32,8 +32,8 @@ class Pipeline(Partition):
     `micros` = 1 it is naive layer parallelism: one stage computes at a time.
 
     `activations` and `gradients` can encode what stages send. There is no error feedback, because the next activation
-    does not need the unsent part of this one. With TopK and `mask`, only the entries that were sent have gradients,
-    which are sent for the same entries. Frozen parameters and buffers stay on every rank. A loss must be a mean over
+    does not need the unsent part of this one. With TopK and `mask` only the entries that were sent have gradients.
+    Ranks send these for the same entries. Frozen parameters and buffers stay on every rank. A loss must be a mean over
     examples. It must draw no random numbers outside the model, because each stage draws its own.
 
     With `of` = Tensor() each stage is t ranks that compute its layers together. This suits fast links inside a stage

@@ -16,12 +16,12 @@ from workbench.settings import knob
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor(Partition):
-    """Each of t ranks has 1/t of a layer's matrices, and all compute together, as in Megatron-LM.
+    """Each of t ranks has 1/t of a layer's matrices. All compute together, as in Megatron-LM.
 
         Y_k = gelu(X A_k)               columns of A: k's own features of Y, without communication
         Z   = sum over k of Y_k B_k     rows of B: one all-reduce (g); backward it is one of X's gradient (f)
 
-    Attention is split by heads, an embedding by its vocabulary, and the head by its outputs. All ranks gather these
+    Attention is split by heads, an embedding by its vocabulary and the head by its outputs. All ranks gather these
     outputs. A transformer's layer costs two all-reduces of its activations forward and two backward, independent of the
     model's size. So these ranks need the fastest links. Every rank holds and computes all remaining parts: norms, and
     the biases after an all-reduce. One of the t ranks keeps their optimizer state and sends its new values to the other
@@ -48,8 +48,8 @@ class Tensor(Partition):
     Pipeline needs less bandwidth. Each rank builds the whole model once before it keeps its part.
 
     Reference: Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism",
-    2019, https://arxiv.org/abs/1909.08053; Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-    Models", MLSys 2023, https://arxiv.org/abs/2205.05198; Bian et al., "Does compressing activations help model
+    2019, https://arxiv.org/abs/1909.08053. Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+    Models", MLSys 2023, https://arxiv.org/abs/2205.05198. Bian et al., "Does compressing activations help model
     parallel training?", 2023, https://arxiv.org/abs/2301.02654
     """
 

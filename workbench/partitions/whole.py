@@ -14,7 +14,7 @@ class Whole(Partition):
     """Every rank is a replica: it holds the whole model and computes all of it.
 
     With `checkpoint` = "units" a forward keeps only the input of each unit of the model. Backward recomputes the unit
-    to get its other activations. If all units do this, a step takes about 33 % more compute, and memory holds the
+    to get its other activations. If all units do this, a step takes about 33 % more compute. Memory holds the
     activations of one unit at a time. Units are the parts between which the model may be cut into stages: blocks of a
     transformer or children of a Sequential. Gradients are bit-identical, because units draw the same random numbers
     again. "attention" recomputes only the core of attention, from queries, keys and values. This costs little and saves
@@ -24,7 +24,7 @@ class Whole(Partition):
 
     When to use it: while the model fits into a rank's memory, or under a strategy that shards it (ZeRO3).
 
-    Reference: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174;
+    Reference: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016, https://arxiv.org/abs/1604.06174.
     Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", MLSys 2023,
     https://arxiv.org/abs/2205.05198
     """

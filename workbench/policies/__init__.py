@@ -1,4 +1,4 @@
-"""Policies, which change knobs during a run: one per file, each a frozen dataclass of knobs."""
+"""Policies change knobs during a run. Each file has one frozen dataclass of knobs."""
 
 from typing import Any
 

@@ -13,9 +13,9 @@ from workbench.settings import Change, Family, knob
 
 
 class Decision(NamedTuple):
-    """Knobs to set together before the next step, in this order, with a reason. Either all are set or none.
+    """Knobs to set together before the next step in this order, with a reason. Either all are set or none.
 
-    changes: values by path, as `Experiment.set` accepts them: a number, or a setting as plain JSON
+    changes: values by path for `Experiment.set`: a number or a setting as plain JSON
     """
 
     reason: str
@@ -29,7 +29,7 @@ class Seen:
     experiment: the settings in force
     step:       rank 0's step; other ranks may differ if ranks keep no common step
     seconds:    since the run began
-    numbers:    for each name that the policy `reads`, each rank's mean since the last look; NaN: no value
+    numbers:    for each name that the policy `reads`, each rank's mean since the last look. NaN: no value
     changes:    all changes so far, by people and by policies
     """
 
@@ -47,7 +47,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyBase(Family):
-    """The base class of policies and of ByHand, which is none."""
+    """The base class of policies and of ByHand."""
 
     home: ClassVar[str] = "workbench.policies"
     decides: ClassVar[bool] = False
@@ -55,9 +55,9 @@ class PolicyBase(Family):
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(PolicyBase):
-    """Looks at the run's numbers at intervals and may change knobs, with a reason.
+    """Looks at the run's numbers at intervals and may change knobs with a reason.
 
-    Rank 0 calls it between two steps, when all ranks have met, and sends its decisions to the other ranks. So a policy
+    Rank 0 calls it between two steps when all ranks have met. It sends the decisions to the other ranks. So a policy
     need not decide alike on every rank, and its state from `init` may hold anything. A decision becomes a Change with
     the policy's name as `by` and its `reason`. If a person sets a knob after the policy began, the policy cannot
     override it.
@@ -81,7 +81,7 @@ class Policy(PolicyBase):
         return max(after, 0) + self.look_every
 
     def needs(self, experiment: Any) -> str | None:
-        """Returns which missing setting prevents a decision, and what to do; None if it can decide."""
+        """Returns which missing setting prevents a decision, with a remedy. None if it can decide."""
         return None
 
     @abstractmethod

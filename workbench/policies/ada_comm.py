@@ -1,4 +1,4 @@
-"""AdaComm: ranks train alone for long periods at first, for shorter ones as the loss falls."""
+"""AdaComm: ranks train alone for long periods at first and for shorter ones as the loss falls."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class _State:
 
 @dataclass(frozen=True, kw_only=True)
 class AdaComm(Policy):
-    """Sets how many steps ranks train alone between averagings; fewer as the loss falls.
+    """Sets how many steps ranks train alone between averagings. They become fewer as the loss falls.
 
         tau <- ceil(sqrt(F / F_0) tau_0)      if that is less than tau
         tau <- ceil(g tau)                    else, with g = `decay`: the loss no longer falls, or tau has not moved yet
 
     tau is the strategy's `every`; tau_0 is its value when the policy begins. F is the mean training loss of all ranks
-    since the last look, F_0 that of the first look. So the period falls with every look, down to 1. Early on, the error
+    since the last look, F_0 that of the first look. So the period falls with every look, down to 1. At first the error
     is far above its floor, and long periods save waiting. Later, shorter periods lower the floor.
 
     The paper looks every 60 seconds. Here the interval is `look_every` steps, so the same loss gives the same periods
@@ -61,7 +61,7 @@ class AdaComm(Policy):
         if not math.isfinite(loss):
             return
         if loss <= 0:
-            raise ValueError(f"the mean loss is {loss:g}; the rule takes its root, so it must be above 0")
+            raise ValueError(f"the mean loss is {loss:g}, but must be above 0 because the rule takes its root")
         now: int = period.default
         if not state.loss:
             state.loss, state.every = loss, now

@@ -34,11 +34,11 @@ class GraVAC(Policy):
 
     The paper's GraVAC also compresses twice in each step: by the present ratio and by the next candidate. It sends a
     step uncompressed if neither is good enough, and ends its search when throughput times gain stops growing. Here one
-    ratio holds between two looks, `most` replaces uncompressed steps, and speed plays no role. The paper's ratios are 1
+    ratio holds between two looks. `most` replaces uncompressed steps. Speed plays no role. The paper's ratios are 1
     / density. Its released code uses norms, not their squares.
 
-    Compressors that send enlarged entries to be unbiased (Wangni, a scaled RandomK) have no such gain, nor has DGC,
-    which sends what its own momentum has gathered. For these the policy reports this and waits.
+    Compressors that send enlarged entries to be unbiased (Wangni, a scaled RandomK) have no such gain. Neither has DGC:
+    it sends the sums of its own momentum. For these the policy reports this and waits.
 
     When to use it: with TopK and similar compressors over a slow link, if you do not know which density the model
     tolerates. Measuring the gain takes two passes over the gradient in every step and sends no byte. All ranks must

@@ -16,7 +16,7 @@ ROUNDING = 1e-9
 
 @dataclass
 class _State:
-    """The settings before the policy replaced a strategy, and each rank's streak of slow looks."""
+    """The settings before the policy replaced a strategy. Each rank's streak of slow looks."""
 
     was: Any = None  # as plain JSON
     put: Any = None
@@ -32,11 +32,11 @@ class SyncSwitch(Policy):
         step < fraction * steps    the strategy that the run began with, learning rate n lr, global batch n B
         from there on              AsyncServer, learning rate lr, each push a batch of B
 
-    Each of n ranks has the same batch B in both phases, so only the rate changes, by 1/n. Each push then counts in full
-    (`weight` = "sum"). With `lr_scaled` the rate follows by itself, so the policy leaves it alone. Momentum stays
-    unchanged: the authors' logs show that zeroing or scaling it costs accuracy. The default fraction is the paper's for
-    ResNet-32 on CIFAR-10 with 8 workers. The paper found 12.5 % for ResNet-50 on CIFAR-100, and 50 % with 16 workers.
-    It halved the fraction in recurring runs while the accuracy stayed.
+    Each of n ranks has the same batch B in both phases. So only the rate changes, by the factor 1/n. Each push then
+    counts in full (`weight` = "sum"). With `lr_scaled` the rate follows by itself, so the policy leaves it alone.
+    Momentum stays unchanged: the authors' logs show that zeroing or scaling it costs accuracy. The default fraction
+    is the paper's for ResNet-32 on CIFAR-10 with 8 workers. The paper found 12.5 % for ResNet-50 on CIFAR-100, and
+    50 % with 16 workers. It halved the fraction in recurring runs while the accuracy stayed.
 
     In the synchronous phase a rank becomes a straggler after `windows` consecutive slow looks. A look is slow if the
     rank's steps per second are below two limits: the mean of all ranks minus their standard deviation, and 1 - `margin`
@@ -47,21 +47,21 @@ class SyncSwitch(Policy):
                    usual learning rate; back when no straggler is left
         nothing    the ranks wait for it
 
-    The margin and the way back are ours, because among few, equally fast ranks the slowest is nearly always more than a
-    standard deviation behind. Only compute counts, not communication. Under "elastic" the paper removes the straggler
+    The margin and the way back are ours. Among few equally fast ranks the slowest is nearly always more than a standard
+    deviation behind. Only compute counts, not communication. Under "elastic" the paper removes the straggler
     from the cluster. Here it continues to compute gradients that arrive too late: in every step the order of arrival
     decides, not the rank. When ranks return to lockstep, late ranks skip the steps that they missed: the budget counts
-    steps, not examples.
+    steps instead of examples.
 
-    When to use it: if a parameter server is as fast as an all-reduce (fast links), and ranks are slow for a while.
+    When to use it: if a parameter server is as fast as an all-reduce (fast links) and ranks are slow for a while.
 
     Reference: Li, Mangoubi, Xu and Guo, "Sync-Switch: Hybrid Parameter Synchronization for Distributed Deep Learning",
     ICDCS 2021, https://arxiv.org/abs/2104.08364
     """
 
-    fraction: float = knob(0.0625, 0.0, 1.0, doc="share of the steps, from the first on, that are synchronous")
+    fraction: float = knob(0.0625, 0.0, 1.0, doc="share of the steps that are synchronous, from the first on")
     rate: bool = knob(True, doc="divide the learning rate by the number of ranks in asynchronous steps")
-    straggler: str = knob("greedy", choices=("greedy", "elastic", "nothing"), doc="what to do about a slow rank")
+    straggler: str = knob("greedy", choices=("greedy", "elastic", "nothing"), doc="reaction to a slow rank")
     windows: int = knob(
         3, 1, 1000, unit="looks", doc="consecutive looks at the record that decide whether a rank is a straggler"
     )
@@ -130,7 +130,7 @@ class SyncSwitch(Policy):
 
 
 def slower(seconds: Sequence[float], margin: float) -> set[int]:
-    """Returns the slow ranks, from seconds per step; NaN for a rank that computed nothing.
+    """Returns the slow ranks from seconds per step. NaN: a rank computed nothing.
 
     Their steps per second are below mean minus standard deviation, and below 1 - `margin` of the mean.
     """

@@ -1,4 +1,4 @@
-"""Change, which sets knobs, and the settings in force after several changes."""
+"""Change, which sets knobs. The settings in force after several changes."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # of its JSON 
 
 @dataclass(frozen=True)
 class Change:
-    """Sets one knob, or several checked together, on every rank before step `at_step`.
+    """Sets one knob or several together, on every rank before step `at_step`. Checks them together.
 
-    path: the knob's path. For several, a dict of values by path; then `path` becomes the paths joined by ", " and
-          `value` the dict
+    path: the knob's path. For several knobs a dict of values by path. `path` then becomes the paths joined by ", "
+          and `value` the dict
     value: a setting, or its plain JSON
-    id, requested_at: identify the change in the answer; requested_at is in seconds since 1970
-    by, reason: the deciding policy, and why; empty for a person
+    id, requested_at: identify the change in the answer. requested_at is in seconds since 1970
+    by, reason: the deciding policy and why; empty for a person
 
     >>> Change(8, "strategy.every", 4)
     Change(at_step=8, path='strategy.every', value=4)
@@ -52,7 +52,7 @@ class Change:
         return each(self.path, self.value)
 
     def plain(self) -> dict[str, Any]:
-        """Returns it as JSON, without the step."""
+        """Returns it as JSON without the step."""
         number = self.id or f"planned {self.at_step}"
         decided = {"by": self.by, "reason": self.reason} if self.by else {}
         found = {path: to_plain(value) for path, value in self.settings.items()}
@@ -75,9 +75,9 @@ class Change:
 def resolved(now: Any, change: Change, would: str = "") -> tuple[Change, Any]:
     """Returns `change` with full paths and plain values, and `now` with the change applied.
 
-    would: for the error: what to do instead
+    would: the remedy in the error
 
-    Raises KnobError if the change is invalid, or if a knob cannot change while a run is live.
+    Raises KnobError if the change is invalid or if a knob cannot change while a run is live.
     """
 
     def found(thing: Any, path: str, value: Any) -> str:
@@ -97,7 +97,7 @@ def resolved(now: Any, change: Change, would: str = "") -> tuple[Change, Any]:
 def fold(
     start: T, changes: Iterable[Change], made: Callable[[T, str, Any], T] = with_value, skips: bool = False
 ) -> list[tuple[int, T]]:  # fmt: skip
-    """Returns a list of (step, settings in force from it): `start` at step 0, then one per change.
+    """Returns a list of (step, settings in force from it): `start` at step 0 and one per change.
 
     made: applies one change to the settings in force
     skips: ignore an invalid change instead of raising KnobError

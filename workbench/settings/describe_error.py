@@ -1,4 +1,4 @@
-"""Reads the text of foreign errors safely: `__str__` may raise, return no text, or return 100 MB."""
+"""Reads the text of foreign errors safely: `__str__` may raise or return 100 MB."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def text_of(error: BaseException) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Returns "class: text" of the error, or only the class."""
+    """Returns "class: text" of the error or only the class."""
     text = text_of(error)
     return f"{class_of(error)}: {text}" if text else class_of(error)
 
 
 def traceback_of(error: BaseException) -> str:
-    """Returns the traceback with its causes, without a long middle; else `said(error)`."""
+    """Returns the traceback with its causes but without a long middle; else `said(error)`."""
     try:
         text = "".join(traceback.format_exception(error))
     except BaseException:

@@ -1,4 +1,4 @@
-"""Finds the members of a family: a file in the family's folder, or a class in a notebook cell, is enough.
+"""Finds the members of a family: a file in the family's folder or a class in a notebook cell is enough.
 
 Another installed package adds members by an entry point of the group `workbench.members` that names its module.
 """
@@ -100,7 +100,7 @@ def member(home: str, name: str) -> Any:
 
 
 def short(value: Any, most: int = 100) -> str:
-    """Returns `repr(value)` for a message, cut after `most` characters."""
+    """Returns `repr(value)` for a message. Cuts it after `most` characters."""
     try:
         text = repr(value)
     except Exception:

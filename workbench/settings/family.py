@@ -1,4 +1,4 @@
-"""Family, the base class of strategies, compressors, tasks, views and every other family."""
+"""Family, the base class of every family, such as strategies or tasks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from workbench.settings.plain import normalise
 
 
 class Family(ABC):
-    """The base class of every family; `home` is the package with the shipped members."""
+    """The base class of every family. `home` is the package with the shipped members."""
 
     __family__: ClassVar[bool] = True
     home: ClassVar[str] = ""
-    known_as: ClassVar[tuple[str, ...]] = ()  # other names of a member in the field, for hints
+    known_as: ClassVar[tuple[str, ...]] = ()  # other names of a member in the field (for hints)
     old: ClassVar[tuple[str, ...]] = ()  # names of knobs in earlier versions; see `formerly`
     renamed: ClassVar[dict[str, str]] = {}  # old name of an overridable method -> its name today
 

@@ -16,10 +16,10 @@ from workbench.settings.discovery import KnobError, members, short
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting: type, range, unit and doc. A `live` knob may change while training runs."""
+    """One setting with type, range, unit and doc. A `live` knob may change while training runs."""
 
     name: str
-    kind: type  # bool, int, float, str, tuple, or the base class of a family (Strategy, Compressor, ...)
+    kind: type  # bool, int, float, str, tuple or the base class of a family
     default: Any
     low: float | None = None
     high: float | None = None
@@ -38,7 +38,7 @@ class Knob:
 
     @property
     def allowed(self) -> str:
-        """The allowed values, for errors and hints."""
+        """The allowed values for errors and hints."""
         if self.choices:
             return "one of " + ", ".join(map(str, self.choices))
         if self.kind in (int, float) and self.low is not None:
@@ -114,7 +114,7 @@ def a_member(family: type) -> str:
 
 
 def _integers(value: Any) -> tuple[int, ...]:
-    """Returns the integers of a list or of a text, such as "2, 5" or "[2, 5]"."""
+    """Returns the integers of a list or of a text such as `2, 5` or `[2, 5]`."""
     if isinstance(value, str):
         value = [n for n in value.strip().strip("[]()").split(",") if n.strip()]
     held = value if isinstance(value, list | tuple) else _no()
@@ -136,7 +136,7 @@ def knob(
     log: bool = False,
     choices: tuple[Any, ...] = (),
 ) -> Any:
-    """Declares a dataclass field as a knob; `log` asks for a logarithmic slider."""
+    """Declares a dataclass field as a knob. `log` asks for a logarithmic slider."""
     rest = {"low": low, "high": high, "doc": doc, "unit": unit, "live": live, "log": log, "choices": choices}
     if callable(default) and not isinstance(default, type):
         return field(default_factory=default, metadata={"knob": rest})
@@ -154,7 +154,7 @@ def knobs(thing: Any) -> tuple[Knob, ...]:
 
 
 def _declared(owner: type) -> list[tuple[Knob, Callable[[], Any] | None]]:
-    """Returns a class's knobs, each with its default factory or None. Looked up once per class."""
+    """Returns a class's knobs, each with its default factory or None. Searches once per class."""
     found = _known.get(owner)
     if found is None:
         found, types = [], field_types(owner)
@@ -174,7 +174,7 @@ _known: WeakKeyDictionary[type, list[tuple[Knob, Callable[[], Any] | None]]] = W
 
 
 def _with(k: Knob, default: Any) -> Knob:
-    """Does `replace(k, default=default)` 10 times as fast, for panels."""
+    """Does `replace(k, default=default)` 10 times as fast (for panels)."""
     if default is k.default:
         return k
     made = object.__new__(Knob)
@@ -183,9 +183,9 @@ def _with(k: Knob, default: Any) -> Knob:
 
 
 def field_types(owner: type) -> dict[str, Any]:
-    """Returns the types of a class's fields, resolved once per class because that is slow.
+    """Returns the types of a class's fields. Resolves them once per class because that is slow.
 
-    The class stores them, so a notebook's class carries them to the engines, which cannot resolve names in annotations:
+    The class stores them. So a notebook's class carries them to the engines. These cannot resolve names in annotations:
     only names that its functions use travel with the class.
     """
     if "_field_types" not in vars(owner):
@@ -200,7 +200,7 @@ def _plain_type(hint: Any) -> type:
 
 
 def checked(thing: Any, path: str = "") -> Any:
-    """Returns `thing` with every knob checked, also in nested settings. Raises KnobError."""
+    """Returns `thing` with every knob checked. Includes nested settings. Raises KnobError."""
     found = {}
     for k in knobs(thing):
         where = f"{path}.{k.name}" if path else k.name
@@ -219,6 +219,6 @@ def walk(thing: Any, prefix: str = "") -> Iterator[tuple[str, Knob]]:
 
 
 def describe(member: type) -> dict[str, Any]:
-    """Returns a member's name, first doc line and knobs, for controls."""
+    """Returns a member's name, first doc line and knobs."""
     doc = (member.__doc__ or "").strip().splitlines()
     return {"name": member.__name__, "doc": doc[0] if doc else "", "knobs": knobs(member)}

@@ -1,6 +1,6 @@
-"""Finds members by name, and suggests the member or knob that the user probably meant.
+"""Finds members by name and suggests the member or knob that the user probably meant.
 
-Only refusals make hints, so these may import every file of a family.
+Only refusals make hints. So these may import every file of a family.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from workbench.settings.knobs import Knob, a_member, knobs
 M = TypeVar("M")
 
 MAX_LISTED_NAMES = 12
-# the word for a member of a family -> the experiment's setting that holds one
+# the word for a member of a family -> the setting that holds one
 HOLDERS = {word: word for word in ("task", "strategy", "partition", "compressor", "optimizer", "policy")}
 HOLDERS |= {"algorithm": "fabric.algorithm", "schedule": "partition.schedule", "fault": "fabric.faults"}
 
 
 def find(base: type[M], name: str) -> type[M]:
-    """The member called `name`. Raises KnobError with a suggestion for an unknown name."""
+    """Returns the member called `name`. Raises KnobError with a suggestion for an unknown name."""
     every = members(base)
     word = word_of(base)
     if not isinstance(name, str):
@@ -36,12 +36,12 @@ def find(base: type[M], name: str) -> type[M]:
 
 
 def word_of(family: type) -> str:
-    """Returns the word for a member of `family`, also the setting's name: "strategy" for Strategy."""
+    """Returns the word for a member of `family`, which is also the setting's name: "strategy"."""
     return family.__name__.removesuffix("Base").lower()
 
 
 def hint_for_member(base: type, name: str, every: Mapping[str, type]) -> str:
-    """Returns a hint for `name`, which is no member of `base`; `every` holds the members by name."""
+    """Returns a hint for `name`, which is no member of `base`. `every`: the members by name."""
     meant = [own for own in every if _plain(own) == _plain(name)] or _known_as(name, every)
     if not meant and (found := _family_of(name, base)):
         family, own = found
@@ -88,7 +88,7 @@ def _owned(owners: Mapping[str, list[str]], families: Mapping[str, Knob]) -> str
 
 
 def _plain(name: str) -> str:
-    """Drops case and punctuation, so that "ZeRO-3", "zero3" and "ZeRO3" are equal."""
+    """Drops case and punctuation: "ZeRO-3" and "zero3" are equal."""
     return re.sub(r"[\W_]", "", name).lower()
 
 
@@ -103,7 +103,7 @@ def _known_as(name: str, every: Mapping[str, type]) -> list[str]:
 
 
 def _family_of(name: str, base: type) -> tuple[type, str] | None:
-    """Returns another family with a member `name`, and the member's exact name; or None."""
+    """Returns another family with a member `name` and the member's exact name; or None."""
     root = next((cls for cls in base.__mro__ if "__family__" in vars(cls)), None)
     families: list[Any] = root.__subclasses__() if root else []
     for family in families:

@@ -1,6 +1,7 @@
-"""Takes a member's docstring apart, for pages, lessons and `help`.
+"""Takes a member's docstring apart for pages, lessons and `help`.
 
-Its first paragraph is a summary, and indented ones an algorithm. Others may begin `When to use it:` or `Reference:`.
+The first paragraph is a summary. Indented paragraphs are an algorithm. Other paragraphs may begin with
+`When to use it:` or `Reference:`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ TERM = re.compile(r"\w+: {2,}")  # begins a list of terms
 
 @dataclass(frozen=True)
 class ParsedDocstring:
-    """A docstring in parts, each without its heading, or "".
+    """A docstring in parts. Each lacks its heading; "" if missing.
 
-    formula: the first of its indented paragraphs, as written
-    rest:    the remaining paragraphs, in order
+    formula: the first of its indented paragraphs as written
+    rest:    the remaining paragraphs in order
     """
 
     what: str
@@ -68,7 +69,7 @@ def terms(doc: str) -> Iterator[tuple[str, str]]:
 
 
 def source(member: type[Any]) -> str:
-    """Returns a class's source without its docstring, or ""."""
+    """Returns a class's source without its docstring; "" if unknown."""
     try:
         text = textwrap.dedent(inspect.getsource(member))
     except (OSError, TypeError):
@@ -88,7 +89,7 @@ def source(member: type[Any]) -> str:
 
 
 def _in_a_cell(member: type[Any]) -> str:
-    """Returns the source of a notebook cell's class, which has no file, by one of its methods; or ""."""
+    """Returns the source of a notebook cell's class by one of its methods. The class has no file."""
     for method in filter(inspect.isfunction, vars(member).values()):
         try:
             lines, _ = inspect.findsource(method)

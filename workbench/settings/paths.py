@@ -1,4 +1,4 @@
-"""Finds knobs by path, and returns settings with knobs changed."""
+"""Finds knobs by path and returns settings with knobs changed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ AND = ", "  # between paths set at once
 
 
 def each(path: Any, value: Any) -> dict[str, Any]:
-    """Returns the values to set, by path: one knob, or several at once.
+    """Returns the values to set by path: one knob or several at once.
 
-    For several, `path` is a dict of values by path, or names them all while `value` maps each name to its value. Raises
-    KnobError if `path` is not a path.
+    For several, `path` is a dict of values by path. Or it names them all, and `value` maps each name to its value.
+    Raises KnobError if `path` is not a path.
 
     >>> each("lr", 0.1), each("strategy, lr", {"strategy": "DDP", "lr": 0.1})
     ({'lr': 0.1}, {'strategy': 'DDP', 'lr': 0.1})
@@ -79,7 +79,7 @@ def with_value(thing: Any, path: str, value: Any) -> Any:
 
 
 def with_values(thing: Any, settings: Iterable[tuple[str, Any]]) -> Any:
-    """Returns `thing` with several knobs set at once, in any order.
+    """Sets several knobs of `thing` at once in any order. Returns the result.
 
     Outer settings come first, so `density` may precede its compressor.
     """
@@ -93,7 +93,7 @@ def with_values(thing: Any, settings: Iterable[tuple[str, Any]]) -> Any:
 
 
 def _depth(now: Any, where: str) -> int:
-    """Returns the depth of the knob at `where`, from 1; 0 if it does not exist yet."""
+    """Returns the depth of the knob at `where` from 1. 0 if it does not exist yet."""
     try:
         return resolve(now, where)[0].count(".") + 1
     except KnobError:
@@ -101,7 +101,7 @@ def _depth(now: Any, where: str) -> int:
 
 
 def _formerly(thing: Any, path: str, value: Any) -> Any:
-    """Returns `thing` with an earlier version's knob set to `value`, or None."""
+    """Returns `thing` with an earlier version's knob set to `value`; or None."""
     *holder, name = path.split(".")
     for full, k in walk(thing):
         held: Any = k.default

@@ -61,7 +61,7 @@ def from_plain(plain: Any, base: type, path: str = "") -> Any:
 def normalise(thing: Any, path: str | None = None) -> None:
     """Checks the knobs of a new settings object and converts each to its type. Raises KnobError.
 
-    A member of a family may be its name, or the JSON of `to_plain`.
+    A member of a family may be its name or the JSON of `to_plain`.
     """
     before = f"{type(thing).__name__}." if path is None else path
     for k in knobs(thing):

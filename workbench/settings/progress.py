@@ -5,7 +5,7 @@
             ...
             work.step()
 
-Work on the main thread that lasts over `DELAY_BEFORE_BAR` seconds draws a bar, in a notebook or at a terminal.
+Work on the main thread that lasts over `DELAY_BEFORE_BAR` seconds draws a bar in a notebook or at a terminal.
 Dashboards list `under_way`. A nested block on the same thread counts as part of the outer one.
 """
 
@@ -29,8 +29,8 @@ _mine = threading.local()
 class Doing:
     """One piece of work under way.
 
-    total: its number of parts, or None
-    usual: seconds that it took last time, for work without parts, or None
+    total: its number of parts; or None
+    usual: seconds that work without parts took last time; or None
     """
 
     def __init__(self, what: str, total: float | None, usual: float | None, within: Doing | None = None) -> None:
@@ -60,7 +60,7 @@ class Doing:
 
     @property
     def share(self) -> float | None:
-        """The share done, from 0 to 1, or None."""
+        """The share done from 0 to 1; None if unknown."""
         if not self.total:
             return min(self.seconds / self.usual, 0.99) if self.usual else None
         part = (self.inner.share or 0.0) if self.inner is not None else 0.0
@@ -69,7 +69,7 @@ class Doing:
 
     @property
     def to_go(self) -> float | None:
-        """Seconds to go at the present speed, or None."""
+        """Seconds to go at the present speed; None if unknown."""
         share = self.share
         if self.usual and not self.total:
             return max(self.usual - self.seconds, 1.0)
@@ -114,13 +114,13 @@ def doing(what: str, total: float | None = None, usual: float | None = None) -> 
 
 
 def under_way() -> list[Doing]:
-    """Returns this process's work of over `DELAY_BEFORE_BAR` seconds, oldest first."""
+    """Returns this process's work of over `DELAY_BEFORE_BAR` seconds. The oldest comes first."""
     with _lock:
         return [work for work in _every if work.seconds > DELAY_BEFORE_BAR]
 
 
 def left(seconds: float | None) -> str:
-    """Returns the time to go as text, or "".
+    """Returns the time to go as text; "" if unknown.
 
     >>> left(0.4), left(34.2), left(130), left(7300), left(None)
     ('1 s to go', '34 s to go', '2 min 10 s to go', '2 h 2 min to go', '')
@@ -137,7 +137,7 @@ def left(seconds: float | None) -> str:
 
 
 def seen() -> bool:
-    """Whether a user sees this thread's output: main thread, and a notebook or a terminal."""
+    """Whether a user sees this thread's output: main thread in a notebook or at a terminal."""
     in_notebook = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)() is not None
     here = threading.current_thread() is threading.main_thread()
     return here and (in_notebook or sys.stderr.isatty())

@@ -70,7 +70,7 @@ class Schedule(Family):
         return 1
 
     def refuses(self, stages: int, micros: int) -> str | None:
-        """Returns why it cannot order `micros` micro-batches, and what to do instead; or None."""
+        """Returns why it cannot order `micros` micro-batches, with a remedy; or None."""
         return None
 
     @abstractmethod

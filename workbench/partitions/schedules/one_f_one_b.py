@@ -21,7 +21,7 @@ class OneFOneB(Schedule):
     When to use it: in place of GPipe.
 
     Reference: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-    SC 2021, https://arxiv.org/abs/2104.04473, section 2.2.1; the order is that of Narayanan et al., "PipeDream:
+    SC 2021, https://arxiv.org/abs/2104.04473, section 2.2.1. The order is that of Narayanan et al., "PipeDream:
     Generalized Pipeline Parallelism for DNN Training", SOSP 2019, https://doi.org/10.1145/3341301.3359646
     """
 

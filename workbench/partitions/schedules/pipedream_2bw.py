@@ -28,7 +28,7 @@ class PipeDream2BW(Schedule):
     The pipeline drains before any change, and a held-out loss drains nothing. PipeDream explains this, random numbers
     and running statistics. Here a stage is p-1-i micro-batches ahead.
 
-    When to use it: like PipeDream, for deeper pipelines and larger batches, with far less memory.
+    When to use it: like PipeDream, but for deeper pipelines and larger batches with far less memory.
 
     Reference: Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", ICML 2021,
     https://arxiv.org/abs/2006.09503, section 3.1

@@ -19,7 +19,7 @@ class ZeroBubble(Schedule):
     of the stage's parameters, and no stage waits for it. Stage i computes it i micro-batches later in time that would
     be idle. If a forward and both halves take equally long, the lost share of the time is (p-1) / (3m+p-1). This is
     about 33 % of 1F1B's share. Two halves cost a little more than a whole backward. A stage keeps the activations of
-    min(m, p) micro-batches, as the first stage does under 1F1B. Each half recomputes checkpointed layers.
+    `min(m, p)` micro-batches, as the first stage does under 1F1B. Each half recomputes checkpointed layers.
 
     ZB-H2 keeps twice as many activations and loses no time. It is not implemented. Neither is an optimizer that steps
     before all stages know the gradient's norm. The step ends for all stages together.
