@@ -1,4 +1,4 @@
-"""The parts of lessons: predictions, self-checking exercises, a worksheet, and `lesson(X)` for a member."""
+"""The parts of lessons: predictions, self-checking exercises, a worksheet and `lesson(X)` for a member."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     board = Board(run)                 # or Board() and board.show(run) later
     refresh = RefreshTimer(board); refresh.start()
 
-A page sends "hello" when it shows the board. It acknowledges each drawn message. The board sends only to pages, and
-waits for the acknowledgement, so a slow browser has no backlog. After "hello", also after a reload, the page gets the
-run from its first step. A page without plotly.js requests it once.
+A page sends "hello" when it shows the board. It acknowledges each drawn message. The board sends only to pages. It
+waits for the acknowledgement, so a slow browser has no backlog. After "hello" the page gets the run from its first
+step. A reload also sends "hello". A page without plotly.js requests it once.
 """
 
 from __future__ import annotations

@@ -87,8 +87,8 @@ def boxes_of(
     """Returns the boxes of `rows`, at most `limit` per kind.
 
     index: (n,) each row's number in the table of spans
-    last_arrival: (n,) when the last rank arrived at the row's collective; NaN for other rows
-    dense: (n,) mask of steps without compression; their lane "codec" shows preparation
+    last_arrival: `(n,)` when the last rank arrived at the row's collective. NaN for other rows
+    dense: `(n,)` mask of steps without compression. Their lane "codec" shows preparation
     """
     kinds, names = _find_kinds(rows), _NameTable(rows)
     if dense is not None:

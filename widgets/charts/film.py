@@ -34,7 +34,7 @@ def make_film(run: Any) -> dict[str, Any] | None:
 
 
 def list_settings(run: Any) -> list[list[Any]]:
-    """Returns [seconds, step, [[name, words, since], ...]] for each stretch between changes.
+    """Returns `[seconds, step, [[name, words, since], ...]]` for each stretch between changes.
 
     Lists important settings and those that ever changed. `since`: step of the last change, or null.
     """

@@ -11,7 +11,7 @@ SIGN = "!"  # in place of a number
 
 
 class ChangeMark(NamedTuple):
-    """An applied change, or an event of ranks. step: the first affected step; t: when applied"""
+    """An applied change or an event of ranks. step: the first affected step. t: when applied"""
 
     number: int | str
     label: str
@@ -66,7 +66,7 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def label_change(detail: dict[str, Any]) -> str:
-    """Describes a change, and its policy if it has one, in a few characters.
+    """Describes a change and its policy in a few characters.
 
     >>> label_change({"path": "strategy", "value": {"LocalSGD": {"every": 8}}})
     'LocalSGD(every=8)'

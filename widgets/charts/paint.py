@@ -27,7 +27,7 @@ def resolve_colour(value: Any) -> str:
 
 
 def paint_panel(axes: Axes, figure: Any, panel: str = "x") -> list[Any]:
-    """Paints one panel ("x", "x2", ...) of `figure`. Returns entries for a legend."""
+    """Paints one panel ("x" or "x2") of `figure`. Returns entries for a legend."""
     listed = []
     for trace in figure.data:
         if (trace.xaxis or "x") != panel or trace.x is None or not len(trace.x):

@@ -1,4 +1,4 @@
-"""Draws a run as a PNG, for saved notebooks, GitHub and nbconvert: last steps, loss and changes."""
+"""Draws a run as a PNG for saved notebooks, GitHub and nbconvert: last steps, loss and changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _one = threading.Lock()  # matplotlib's text rendering is not thread-safe
 
 
 def draw_png(run: Any) -> bytes:
-    """Returns a run's picture, under 300 kB, up to 1000 px wide."""
+    """Returns a run's picture: under 300 kB and up to 1000 px wide."""
     with _one, matplotlib.style.context("default"):  # without the user's dark style or TeX
         figure = paint_run(run)
         for dpi in DPI:

@@ -1,7 +1,7 @@
 """Colours, hatches and plain layouts of all charts.
 
-INK, MUTED, FAINT, GRID and PAPER are colours that the page replaces, light or dark. Other colours are Okabe and Ito's
-palette. Colour is never the only difference between 2 categories.
+The page replaces INK, MUTED, FAINT, GRID and PAPER by colours of its light or dark theme. Other colours are Okabe and
+Ito's palette. Colour is never the only difference between 2 categories.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def rank_symbol(rank: int) -> str:
 
 
 def make_layout(height: int, **more: Any) -> go.Layout:
-    """Returns a plain layout with 14 px text, without template, title or legend."""
+    """Returns a plain layout with 14 px text. It has no template, title or legend."""
     base: dict[str, Any] = {
         "template": go.layout.Template(),
         "height": height,

@@ -1,6 +1,6 @@
 """Packs patches into a JSON header and one binary buffer, for `unpack` in chart.js.
 
-Numbers are float32 or small unsigned integers relative to a base: [offset, count, type, base]. The base keeps the
+Numbers are float32 or small unsigned integers relative to a base: `[offset, count, type, base]`. The base keeps the
 microseconds of late times.
 """
 

@@ -4,8 +4,8 @@ A control calls `lab.set`. A refusal appears next to its control.
 
 [Note: When a model is asked] A model can make a setting impossible, such as a partition that cannot cut it. To find
 out, the controls call the task's own function for the model's sizes. It may draw random numbers, so the call restores
-the generators' state. The call happens on the kernel's main thread, in answer to a page or at the end of a cell, when
-no other code draws. It also waits for the first rows, because the simulator takes a second to import.
+the generators' state. The call happens on the kernel's main thread when no other code draws: in answer to a page or at
+the end of a cell. It also waits for the first rows, because the simulator takes a second to import.
 """
 
 from __future__ import annotations

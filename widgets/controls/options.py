@@ -1,4 +1,4 @@
-"""The options of a dropdown for a knob with a family (a strategy, a compressor, a task).
+"""The options of a dropdown for a knob with a family, such as strategy or task.
 
 An option means what its bare name means. `TopK` implies error feedback, so its text is "TopK + ErrorFeedback". `TopK`
 alone is a second option. In a family with `kinds`, the kinds follow the starters.
@@ -26,7 +26,7 @@ class DropdownOption(NamedTuple):
 
 
 def nested_names(value: Any) -> Shape:
-    """Returns nested names: ErrorFeedback(of=TopK()) -> ("ErrorFeedback", ("TopK",))."""
+    """Returns nested names: `ErrorFeedback(of=TopK())` -> `("ErrorFeedback", ("TopK",))`."""
     inner = tuple(nested_names(k.default) for k in knobs(value) if k.family and not k.element)
     return (type(value).__name__, *inner)
 
@@ -64,7 +64,7 @@ def list_options(base: type, *, bare: bool = False, present: Any = None) -> list
 
 
 def find_group(base: type, member: type, *, usual: bool = True) -> str:
-    """Returns the group of `member`: START, its kind, or OTHERS; "" in a family without kinds.
+    """Returns the group of `member`: START, its kind or OTHERS. "" in a family without kinds.
 
     usual: whether the bare name is meant; otherwise the member is no starter
     """
@@ -88,7 +88,7 @@ def _needs_nothing(member: type) -> bool:
 
 
 def find_chosen(found: list[DropdownOption], value: Any) -> int:
-    """Returns the index of the option of this shape, else of this type, else -1."""
+    """Returns the index of the option of this shape or else of this type; else -1."""
     shapes = [o.shape for o in found]
     here = nested_names(value)
     if here in shapes:

@@ -101,7 +101,7 @@ def status_line(state: str, progress: RunProgress, ranks: int, detail: str = "")
 
 
 def list_activities(run: Any, state: str, progress: RunProgress) -> list[dict[str, Any]]:
-    """Returns long activities: name, share (negative if unknown), and both as text."""
+    """Returns long activities: name, share (negative if unknown) and both as text."""
     found = [{"what": d.what, "share": _round_share(d.share), "said": repr(d)} for d in under_way()]
     if run is not None and run.live and (kept := checkpoint_progress(run.timeline)) is not None:
         lasted = time.time() - run.epoch - kept.since
@@ -126,7 +126,7 @@ def _name_end(run: Any) -> str:
 
 
 def describe_trouble(run: Any) -> dict[str, str]:
-    """Returns a run's error, or the NaN that paused it, as title, text and traceback; or {}."""
+    """Returns the error of a run, or the NaN that paused it, as title, text and traceback. Else {}."""
     if run is None:
         return {}
     if errors := run.details("error"):

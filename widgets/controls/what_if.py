@@ -1,4 +1,4 @@
-"""The What-if panel: simulates other ranks and links, calibrated by the present run, on its own thread.
+"""The What-if panel: simulates other ranks and links on its own thread. The present run calibrates it.
 
 A closed panel costs nothing.
 """

@@ -1,7 +1,7 @@
 """Keeps a picture of the charts in the notebook after the run ends.
 
 [Note: Two outputs] A cell with a dashboard has 2 outputs: the widget and this picture. While the widget works, look.css
-hides the picture. Without a kernel (GitHub, nbconvert, a reopened notebook), the picture is visible. One output cannot
+hides the picture. Without a kernel (GitHub, nbconvert, a reopened notebook) the picture is visible. One output cannot
 hold both, because a page prefers even a dead widget.
 """
 

@@ -81,7 +81,7 @@ class Dashboard(ipywidgets.Box):
     def dock(self, anchor: str = "split-right") -> None:
         """Shows the dashboard in a panel of JupyterLab. A second call opens it again.
 
-        anchor: "split-right", "split-left", "split-top", "split-bottom", "tab-after", or "right", the side bar
+        anchor: "split-right", "split-left", "split-top", "split-bottom", "tab-after" or "right" (the side bar)
 
         Raises KnobError without the package sidecar.
         """

@@ -1,4 +1,4 @@
-"""A dashboard's state as plain JSON: open, chosen and pinned items, without the run itself.
+"""A dashboard's state as plain JSON: open, chosen and pinned items, but not the run.
 
     {"version": 1,
     "tables": ["loss"],            views with an open data table

@@ -214,7 +214,7 @@ class Goal(Exercise):
 def why_forbidden(settings: Mapping[str, Any], may: Sequence[str], start: Experiment) -> str:
     """Returns a sentence with the `settings` that an answer may not set, or "".
 
-    may: allowed settings, with or without their paths, and with their inner settings
+    may: allowed settings, with or without their paths. Their inner settings are allowed too
 
     >>> settings = {"strategy": "LocalSGD", "every": 8, "partition.checkpoint": "units"}
     >>> why_forbidden(settings, ("strategy", "checkpoint"), Experiment())
@@ -233,8 +233,8 @@ class Hidden(Exercise):
     """Make exposed communication vanish in 2 ways, without changing the network or the compute.
 
     run: live or not; its record is the judge
-    A way is a set of changed settings: a strategy, a compressor, the size of buckets. In a live run, ways count only
-    after the exercise began, so the lesson's own demonstration is no answer.
+    A way is a set of changed settings: strategy, compressor or bucket size. In a live run, ways count only after the
+    exercise began. So the lesson's own demonstration is no answer.
     """
 
     _begun: ClassVar[WeakKeyDictionary[Any, int]] = WeakKeyDictionary()

@@ -15,9 +15,9 @@ from workbench.run import plan, require_memory
 class Fastest(Exercise):
     """Find settings that make a step nearly as short as the best of `tried`, by the simulator.
 
-    start: an experiment with a pace, which sets the compute time; its `memory_mb` is a limit
+    start: an experiment with a pace, which sets the compute time. Its `memory_mb` is a limit
     where: the question's ending, if a lesson asks it more than once
-    tried: settings that the judge tries, once, in the first check
+    tried: settings that the judge tries once, in the first check
     within: the allowed ratio to the shortest step, 1.05 for 5 % more
     may: settings that an answer may change, with their inner settings
 
@@ -62,7 +62,7 @@ class Fastest(Exercise):
 
 
 def what_it_takes(run: Any, last: int = 5) -> dict[str, float]:
-    """Measures rank 0 in the last steps, without evaluations: peak MB by category, MB sent, ms per step."""
+    """Measures rank 0 in the last steps without evaluations: peak MB by category, MB sent and ms per step."""
     first, stop = analysis.last_steps(run.timeline, last)
     held = analysis.measure_memory(run.timeline, first, stop)[0]
     most = {name: nbytes / 1e6 for name, nbytes in held.most.items() if nbytes >= 5e4 and name != "evaluation"}

@@ -79,7 +79,7 @@ def _show_runs(pair: MemberComparison) -> list[ipywidgets.Widget]:
 
 
 def _describe_outcome(run: Any, view: str) -> str:
-    """Describes a run's result, as its view shows it; "" if ranks made no common step."""
+    """Describes a run's result as its view shows it. "" if ranks made no common step."""
     if view == "loss":
         rows = run.timeline.samples.rows()
         held_out = rows[rows.equal("name", "held_out")]

@@ -1,4 +1,4 @@
-"""A student's work in a lesson (predictions, tries, hints), in the notebook or a file.
+"""A student's work in a lesson, in the notebook or a file: predictions, tries and hints.
 
     worksheet("05 Talk less often")                       # the last cell of a lesson
     worksheet("05 Talk less often").hand_in("Ada")        # 05_talk_less_often-ada.json next to the notebook
@@ -102,7 +102,7 @@ class Worksheet:
 
 
 def handed_in(folder: Path | str) -> pd.DataFrame:
-    """Returns all sheets of a folder, from files and notebooks, with a row per question.
+    """Returns all sheets of a folder's files and notebooks, with a row per question.
 
     student: the name on the sheet; for a notebook, its file's name
     said, answer: a prediction and the record's answer
@@ -124,7 +124,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
 
 
 def _read_sheets(path: Path) -> list[dict[str, Any]]:
-    """Returns a file's sheet; for a notebook, each lesson's last one."""
+    """Returns a file's sheet. For a notebook, returns each lesson's last sheet."""
     if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
         return []
     try:

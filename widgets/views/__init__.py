@@ -1,4 +1,4 @@
-"""The charts and texts of the dashboard, one file each, found by listing this folder."""
+"""The charts and texts of the dashboard. Each file in this folder has one."""
 
 from __future__ import annotations
 

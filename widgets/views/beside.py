@@ -1,4 +1,4 @@
-"""Two runs overlaid: loss over steps, loss over seconds, and step times."""
+"""Two runs overlaid: loss over steps, loss over seconds and step times."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Beside(View):
 
 
 def loss_curves(run: Any) -> tuple[Columns, Columns, Columns]:
-    """Returns loss by steps, loss by seconds, and each step's milliseconds. All are means over ranks."""
+    """Returns loss by steps, loss by seconds and each step's milliseconds. All are means over ranks."""
     c, times = loss_curve(run.timeline), step_times(run.timeline)
     made = ~np.isnan(times.seconds).any(axis=1) if times.seconds.size else np.zeros(len(times.steps), bool)
     steps = times.steps[made] - (times.steps[0] if len(times.steps) else 0) + 1.0

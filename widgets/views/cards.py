@@ -25,7 +25,7 @@ MEANS = {
 
 
 class Cards(View):
-    """Median step, exposed communication, bytes and loss slope before and after each change."""
+    """Step time, exposed communication, bytes and loss slope before and after each change."""
 
     name: ClassVar[str] = "cards"
     title: ClassVar[str] = "What each change did"
@@ -138,7 +138,7 @@ def _format_seconds(seconds: float) -> str:
 
 
 def _describe_effect(effect: Effect) -> str:
-    """Returns the ratio with its interval, an arrow and a word, or "no clear change"."""
+    """Returns the ratio with its interval, an arrow and a word; or "no clear change"."""
     match effect.verdict:
         case "":
             return "no verdict"

@@ -24,7 +24,7 @@ NOT_ZERO = 1e-12  # a logarithmic axis cannot show the zeros of exact exchanges
 
 
 class Compressed(View):
-    """Every exchange's effective ratio; every measured exchange's error, residual and cosine."""
+    """The effective ratio of every exchange. If measured, also error, residual and cosine."""
 
     name: ClassVar[str] = "compression"
     title: ClassVar[str] = "Bytes saved, error added"

@@ -107,7 +107,7 @@ def _make_ticks(ranks: int) -> dict[str, Any]:
 
 
 def _median_known(rows: np.ndarray) -> np.ndarray:
-    """Returns (p,) medians over each rank's meetings; NaN without a meeting."""
+    """Returns `(p,)` medians over each rank's meetings. NaN without a meeting."""
     out, some = np.full(rows.shape[1], np.nan), ~np.isnan(rows).all(axis=0)
     out[some] = np.nanmedian(rows[:, some], axis=0)
     return out

@@ -1,4 +1,4 @@
-"""The ranks' prints, warnings and log messages, labelled by rank and folded."""
+"""The ranks' prints, warnings and log messages by rank, folded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LogLine:
 
 
 class Log(View):
-    """Prints, warnings and logs of the ranks; errors first."""
+    """Prints, warnings and logs of the ranks. Errors are first."""
 
     name: ClassVar[str] = "log"
     title: ClassVar[str] = "Messages of the ranks"
@@ -79,7 +79,7 @@ class Log(View):
 
 
 def _read_mark(name: str, detail: dict[str, Any]) -> tuple[str, str] | None:
-    """Returns (stream, text) of a mark with a text, or None."""
+    """Returns (stream, text) of a mark, or None without a text."""
     match name:
         case "log":
             text = str(detail.get("text", "")).rstrip()

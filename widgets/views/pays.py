@@ -22,7 +22,7 @@ MARK = {"costs": " wb-found"}
 
 
 class Pays(View):
-    """Effective ratio, error, unsent residual, and whether compression pays."""
+    """Effective ratio, error, unsent residual and whether compression pays."""
 
     name: ClassVar[str] = "pays"
     title: ClassVar[str] = "Does compression pay?"

@@ -1,4 +1,4 @@
-"""Each rank's time: compute, waits for other ranks, waits for the network."""
+"""Each rank's time: compute, waits for other ranks and waits for the network."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from workbench.analysis import bytes_per_step, last_steps, sent_bytes
 
 
 class Sent(View):
-    """Payload bytes of each exchange over the steps before it, per rank, without hand-overs."""
+    """Payload bytes of each exchange over the steps before it. Excludes hand-overs."""
 
     name: ClassVar[str] = "bytes"
     title: ClassVar[str] = "Bytes sent per step"

@@ -57,7 +57,7 @@ class Timeline(View):
         return figure
 
     def ask(self, request: dict[str, Any]) -> None:
-        """Handles `at`, the first step (None: follow), and `steps`, their number (None: automatic)."""
+        """Handles `at` (the first step; None: follow) and `steps` (their number; None: automatic)."""
         if "at" in request:
             self.at = None if request["at"] is None else max(0, int(request["at"]))
         if "steps" in request:
@@ -184,7 +184,7 @@ def _is_dense(run: Any, rows: Rows) -> np.ndarray:
 
 
 def _format_rate(mbit: float) -> str:
-    """Formats a rate with 3 digits, like the page; "" if nothing was sent."""
+    """Formats a rate with 3 digits, like the page. "" if nothing was sent."""
     return f"{float(f'{mbit:.3g}'):g}" if mbit == mbit else ""
 
 

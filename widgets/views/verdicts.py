@@ -13,7 +13,7 @@ COMPARE_GROWTH = 1.1  # growth of a live run's rows before another comparison
 
 
 class Verdicts(View):
-    """A row per metric: both runs' values, their difference with its interval, and a verdict."""
+    """A row per metric: both runs' values, their difference with its interval and a verdict."""
 
     name: ClassVar[str] = "verdicts"
     title: ClassVar[str] = "Two runs, compared"

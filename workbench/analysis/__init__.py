@@ -75,7 +75,7 @@ from workbench.analysis.summary.overview import summarise_run as summarise_run
 from workbench.analysis.summary.overview import summary_line as summary_line
 
 bubble, compression = measure_bubble, measure_compression  # as lessons call them
-FORMER_NAMES = {  # of version 0.1; they work through 0.2, except `compare` and `summary`, which are packages now
+FORMER_NAMES = {  # of version 0.1. They work through 0.2. `compare` and `summary` are packages now
     "Curve": "LossCurve",
     "Entered": "OpenCollective",
     "Piece": "PathPiece",

@@ -20,7 +20,7 @@ from workbench.record.timeline import Timeline
 
 
 class ByCollective(NamedTuple):
-    """All collectives of one operation, group and bucket. Mbit/s, seconds; NaN without data.
+    """All collectives of one operation, group and bucket. In Mbit/s and seconds. NaN without data.
 
     bucket:  "bucket 3", or a strategy's or compressor's name
     group:   the ranks' group in the mesh; "" for all ranks

@@ -56,7 +56,7 @@ def measure_lateness(tl: Timeline, first: int = 0, stop: int | None = None) -> L
 def _own_clocks(w: Window, begun: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the steps with meetings, and `(m, p)` ranks' own clocks at each step's last meeting.
 
-    If the run began here, the first row is its start, as step `begun` - 1.
+    If the run began here, the first row is its start as step `begun` - 1.
     """
     met, came = _last_meetings(w, lined_up(w))
     if w.first == begun:
@@ -119,7 +119,7 @@ class LatenessStrips:
 
     @property
     def mean(self) -> np.ndarray:
-        """`(p,)` mean over meetings, weighted by steps, or NaN."""
+        """`(p,)` mean over meetings, weighted by steps. NaN without a meeting."""
         count = self._count.sum(axis=0)
         return np.divide(self._sum.sum(axis=0), count, out=np.full(len(count), np.nan), where=count > 0)
 
@@ -146,7 +146,6 @@ class LatenessStrips:
         return bool(len(met))
 
     def _add_meetings(self, steps: np.ndarray, seconds: np.ndarray, changed: int) -> None:
-        """steps: `(n,)`; seconds: `(n, p)` lateness; changed: step of the last change"""
         recent = seconds
         if self.last < changed <= steps[-1]:
             self.recent, recent = self.recent[:0], seconds[steps >= changed]

@@ -1,6 +1,6 @@
 """Waits for messages between neighbours, traced back to the rank that was late first.
 
-A late rank delays its neighbours, and they delay theirs, until all ranks have its pace. Each wait records the awaited
+A late rank delays its neighbours and they delay theirs, until all ranks have its pace. Each wait records the awaited
 rank. If that rank also waited in nearby steps, it passes the wait on:
 
     cost_vc = wait_vc (1 - passed_c) + sum_n wait_vn passed_n cost_nc / sum_k cost_nk
@@ -50,7 +50,6 @@ def _send_alike(w: Window) -> bool:
 
 
 def _trace_waits(direct: np.ndarray) -> np.ndarray:
-    """Passes waits on. direct: `(steps, p, p)`"""
     own, longest = direct.sum(axis=2), direct.max(axis=1)
     passed = np.minimum(1.0, _divide_known(own, longest))  # (steps, p) share passed on
     kept = direct * (1 - passed)[:, None, :]

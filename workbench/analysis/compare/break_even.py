@@ -4,7 +4,7 @@
 
 Encoding that stalls its own rank's step counts once. Compression during compute costs nothing on idle cores and its
 full time on busy ones. In between the verdict is open. Whole steps are compared only with Dense steps under the same
-settings. Without such steps, Dense is predicted bucket after bucket, from measured dense all-reduces on this network
+settings. Without such steps, measured dense all-reduces on this network predict Dense, bucket after bucket
 (`measure_every`):
 
     end_k = max(end_{k-1}, ready_k) + took_k;     stall = end_last - (when the rank began to wait)

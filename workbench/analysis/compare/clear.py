@@ -5,13 +5,12 @@ alike. Then n steps count as n' independent ones. The draws' distances from thei
 
     sqrt(n / n') (1 + 1.5 / n'),     n' = n (1 - r) / (1 + r)
 
-r is the correlation of neighbouring steps' ranks, corrected for its bias in short series, -(1 + 3r) / n. The last
-factor corrects for the uncertain spread of few values.
-Of pairs of equal series of 20 steps, 4 % are called different with r = 0.8, and 1 % with r = 0.3 or less
-(`tests/unit/test_clear.py`).
+r is the correlation of neighbouring steps' ranks. It is corrected for its bias in short series, -(1 + 3r) / n. The last
+factor corrects for the uncertain spread of few values. The rule calls 4 % of pairs of equal series of 20 steps
+different with r = 0.8. With r = 0.3 or less it calls 1 % different (`tests/unit/test_clear.py`).
 
-A difference is clear under 3 conditions: the ratio's 99 % interval excludes 1, the ratio is not within
-`MIN_RATIO_CHANGE` of 1, and both sides have enough steps. 95 % intervals would fail in 5 % of a user's dozens of
+A difference is clear under 3 conditions. The ratio's 99 % interval excludes 1. The ratio is not within
+`MIN_RATIO_CHANGE` of 1. Both sides have enough steps. 95 % intervals would fail in 5 % of a user's dozens of
 comparisons. 0 to 0 counts as 1.
 
 References: Efron, "Bootstrap methods", Ann. Statist. 1979. n' of a first-order autoregressive series: Bartlett, JRSS B
@@ -32,7 +31,7 @@ MAX_CORRELATION = 0.9  # upper limit of r
 
 
 class Estimate(NamedTuple):
-    """A number from `n` values, with its 95 % interval (a slope: 99 %). NaN if they are too few."""
+    """A number from `n` values with its 95 % interval (a slope: 99 %). NaN if n is too small."""
 
     value: float
     low: float
@@ -140,7 +139,7 @@ def _count_noun(n: int, noun: str) -> str:
 
 
 def _divide_values(after: np.ndarray | float, before: np.ndarray | float) -> np.ndarray:
-    """after / before; infinite if only `before` is 0; 1 if both are 0."""
+    """Returns after / before. Infinite if only `before` is 0. 1 if both are 0."""
     after, before = np.asarray(after, float), np.asarray(before, float)
     endless = np.full(np.broadcast_shapes(after.shape, before.shape), np.inf)
     out = np.divide(after, before, out=endless, where=before > 0)

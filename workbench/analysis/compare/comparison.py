@@ -1,8 +1,8 @@
-"""Compares 2 runs, or 2 segments of one: is the second better, worse or alike?
+"""Compares 2 runs or 2 segments of one: is the second better, worse or alike?
 
 Step time, exposed communication and bytes are medians over the comparable steps (`compare.sides`). Training losses are
-means over ranks. They are compared at equal steps, examples or seconds, as medians over the last 10 % of the common
-range without their slope. Lower is better.
+means over ranks. They are compared at equal steps, examples or seconds. The values are medians over the last 10 % of
+the common range without their slope. Lower is better.
 
 The 99 % intervals are those of `compare.clear`. They separate noise within runs from a difference between runs. A
 busier machine may also cause a difference. Each of the 6 metrics is a separate question.
@@ -36,7 +36,7 @@ class Compared(NamedTuple):
     """One quantity of 2 runs. Lower is better.
 
     a, b:       medians, or NaN
-    difference: b - a, with its 99 % interval [low, high]; NaN for too few values
+    difference: b - a, with its 99 % interval `[low, high]`. NaN for too few values
     verdict:    on b: "worse", "better", "alike" or "unknown" (see `why`)
     """
 
@@ -67,7 +67,7 @@ class LossCurve(NamedTuple):
 def compare_runs(a: Run, b: Run, tolerance: float = 0.0) -> list[Compared]:
     """Compares `b` with `a`. Raises RunError for a bad `tolerance`.
 
-    tolerance: share of a's value by which b may be worse, 0 to 10; "worse" needs the whole interval beyond it
+    tolerance: share of a's value by which b may be worse, from 0 to 10. "worse" needs the whole interval beyond it
     """
     if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance <= 10:
         raise RunError(f"tolerance={short(tolerance)}: must be a share from 0 to 10, such as 0.05")
@@ -125,7 +125,7 @@ def loss_curve(tl: Timeline) -> LossCurve:
 
 
 def list_differences(a: Run, b: Run) -> list[str]:
-    """Returns the initial settings that differ, as text: "strategy: DDP(), LocalSGD(every=8)"."""
+    """Returns the initial settings that differ as text: `"strategy: DDP(), LocalSGD(every=8)"`."""
     was, now = a.settings_today, b.settings_today
     names = [name for name in {**was, **now} if was.get(name) != now.get(name)]
     return [f"{name}: {in_words(was.get(name))}, {in_words(now.get(name))}" for name in names]
@@ -151,7 +151,6 @@ def _compare_losses(before: LossCurve, after: LossCurve, aligned: str, tolerance
 
 
 def _remove_trend(x: np.ndarray, losses: np.ndarray, at: float) -> np.ndarray:
-    """Removes the trend from `(n,)` losses, as if at `at`."""
     if len(x) < MIN_STEPS:
         return losses
     slope = np.polynomial.Polynomial.fit(x, losses, 1).deriv()(at)

@@ -21,7 +21,7 @@ MIN_DIFFERENCE_MS = 0.1  # ms: smaller differences do not matter
 class Effect(NamedTuple):
     """One row of the card: a quantity before and after.
 
-    change: after over before; for a slope, only `clear` and `lacks`
+    change: after over before. A slope has only `clear` and `lacks`
     trends: the loss's slopes before and after
     """
 
@@ -39,7 +39,7 @@ class Effect(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Returns "more", "less" or "same" (no clear change); "" if unknown (see `change.lacks`)."""
+        """Returns "more", "less" or "same" (no clear change). "" if unknown (see `change.lacks`)."""
         if self.change.lacks:
             return ""
         if not self.change.clear:
@@ -63,7 +63,7 @@ class Card(NamedTuple):
 
 
 def before_after(tl: Timeline, change_step: int, window: int = WINDOW_STEPS) -> Card:
-    """Compares step, exposed communication, bytes and loss slope, `window` steps per side."""
+    """Compares step, exposed communication, bytes and loss slope over `window` steps per side."""
     every = change_steps(tl)
     floor = int(max([s for s in every if s < change_step], default=0))
     ceiling = int(min([s for s in every if s > change_step], default=last_steps(tl)[1]))

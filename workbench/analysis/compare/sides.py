@@ -1,7 +1,7 @@
 """The comparable steps on one side of a change.
 
-Excludes steps after a beginning, a change, a re-bucketing or a pause. Excludes steps next to an evaluation, a hand-over
-or a measurement. A periodic strategy's whole rounds spread a meeting's cost; an evaluation in them hardly matters.
+Excludes steps after a beginning, change, re-bucketing or pause. Excludes steps next to an evaluation, a hand-over or a
+measurement. A periodic strategy's whole rounds spread a meeting's cost; an evaluation in them hardly matters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MIN_UNDISTURBED = 4  # if fewer than 1 in 4 steps is undisturbed, all steps coun
 
 
 class Side:
-    """Steps `[first, stop)` of one side, with a value per step, or per round of a periodic strategy.
+    """Steps `[first, stop)` of one side. It has a value per step, or per round of a periodic strategy.
 
     begins: a round's first step
     lacks:  why there is no verdict, or ""
@@ -58,7 +58,7 @@ class Side:
 
 
 def side_before(tl: Timeline, stop: int, floor: int, window: int = WINDOW_STEPS) -> Side:
-    """Returns the last steps before `stop`, from `floor` on; more for long rounds."""
+    """Returns the last steps before `stop`, none before `floor`. Returns more for long rounds."""
     for wide in WIDER:
         first = max(stop - wide * window, floor)
         side = Side(tl, first, stop, begins=floor)
@@ -78,7 +78,7 @@ def side_after(tl: Timeline, first: int, ceiling: int, window: int = WINDOW_STEP
 
 
 def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
-    """Returns a mask of steps just after a beginning, a change, new buckets or a pause."""
+    """Returns a mask of steps just after a beginning, change, new buckets or pause."""
     marks, begun = tl.marks.rows(), last_steps(tl)[0]
     new = marks.step[marks.equal("name", "buckets")] if len(marks) else np.empty(0, np.int64)
     fresh = np.concatenate([[begun], change_steps(tl), new])[:, None] + np.arange(SETTLE_STEPS)
@@ -86,7 +86,6 @@ def unsettled_steps(tl: Timeline, w: Window) -> np.ndarray:
 
 
 def _stalled_steps(tl: Timeline) -> np.ndarray:
-    """Steps after a pause, or after a fault that stalled a rank."""
     rows = tl.marks.rows()
     if not len(rows):
         return np.empty(0, np.int64)
@@ -96,7 +95,7 @@ def _stalled_steps(tl: Timeline) -> np.ndarray:
 
 
 def _number_rounds(w: Window, meetings: np.ndarray, begins: int) -> np.ndarray:
-    """Returns `(steps,)` rounds; -1: unfinished, or begun before the window."""
+    """Returns `(steps,)` rounds. -1: unfinished or begun before the window."""
     at = np.searchsorted(meetings, w.steps)
     whole = (at < len(meetings)) & ((at > 0) | (begins == w.first))
     rounds = np.where(whole, at, -1)

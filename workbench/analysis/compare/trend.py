@@ -68,7 +68,7 @@ def find_trend(tl: Timeline, side: Side) -> Trend:
 
 
 def estimate_slope(steps: np.ndarray, losses: np.ndarray) -> Estimate:
-    """The Theil-Sen slope of `(n,)` losses per `SLOPE_STEPS` steps, with 99 % interval; NaN if n < 5."""
+    """Returns the Theil-Sen slope of `(n,)` losses per `SLOPE_STEPS` steps with its 99 % interval. NaN if n < 5."""
     n = len(steps)
     if n < 5:
         return NOTHING._replace(n=n)

@@ -27,7 +27,7 @@ _FIELDS = {
 
 
 def to_perfetto(run: Run, path: Path | str) -> Path:
-    """Writes a Chrome trace: a process per rank, a thread per lane; .gz compresses.
+    """Writes a Chrome trace: a process per rank and a thread per lane. A name with .gz compresses.
 
     For ui.perfetto.dev. All ranks use the run's clock, with an error of up to `metadata.clock_error_s`.
     """

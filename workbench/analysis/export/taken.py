@@ -8,7 +8,7 @@
     wait      communication without compute: exposed
     offload   copies between host and device
 
-Events less than `GAP` apart become one span, so a timeline has hundreds of boxes, not a million. Overlap is accurate to
+Events less than `GAP` apart become one span. So a timeline has hundreds of boxes, not a million. Overlap is accurate to
 that gap. Bytes are those of a collective's input tensor, if the trace has it.
 """
 

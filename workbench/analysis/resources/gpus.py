@@ -12,7 +12,7 @@ SAMPLES = {"gpu use": "use", "gpu power": "power", "gpu link sent": "sent", "gpu
 
 
 class RankGpu(NamedTuple):
-    """Means of one rank's last readings: use (a share), W, bytes/s out and in; NaN: unavailable."""
+    """Means of one rank's last readings: use (a share), W and bytes/s out and in. NaN: unavailable."""
 
     rank: int
     use: float

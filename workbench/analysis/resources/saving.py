@@ -21,7 +21,7 @@ class CheckpointProgress(NamedTuple):
 
 
 def checkpoint_progress(tl: Timeline) -> CheckpointProgress | None:
-    """Returns the progress, from the ranks' copies to the Mark of the result; else None."""
+    """Returns the progress from the ranks' copies to the Mark of the result. Else None."""
     samples, marks = tl.samples.rows(), tl.marks.rows()
     began = samples[samples.equal("name", "checkpoint_copied")]
     if not len(began):

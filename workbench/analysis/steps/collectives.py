@@ -122,7 +122,7 @@ def moving_since(rows: Rows, last: np.ndarray) -> np.ndarray:
 
 
 def send_rates(rows: Rows, last: np.ndarray) -> np.ndarray:
-    """`(n,)` Mbit/s at which each row sent its own bytes, without waits, or NaN.
+    """`(n,)` Mbit/s at which each row sent its own bytes, without waits. NaN for other rows.
 
     last: from `last_arrival`
     """
@@ -139,7 +139,7 @@ def against_others(values: np.ndarray) -> np.ndarray:
 
 
 def of_others(values: np.ndarray) -> np.ndarray:
-    """(..., p): each value's median of the other values, or NaN.
+    """`(..., p)`: each value's median of the other values, or NaN.
 
     Without one of n sorted values, the middle moves by one for the values before it.
 
@@ -158,7 +158,7 @@ def of_others(values: np.ndarray) -> np.ndarray:
 
 
 def _make_keys(rows: Rows) -> np.ndarray:
-    """Returns a number per span (step, name, occurrence), equal on all ranks."""
+    """Returns a number per span, equal on all ranks. It encodes step, name and occurrence."""
     name = rows.coded("name").codes.astype(np.int64)
     step, n = rows.step.astype(np.int64), len(rows)
     if not n:

@@ -33,7 +33,7 @@ def examples_per_second(tl: Timeline, first: int, stop: int) -> float | None:
 
 
 def examples_made(tl: Timeline, steps: np.ndarray) -> np.ndarray:
-    """Returns `(n,)` examples of all ranks by each step's end, from the first of `steps`; empty if unrecorded."""
+    """Returns `(n,)` examples of all ranks by each step's end, from the first of `steps`. Empty if unrecorded."""
     samples = tl.samples.rows()
     said = samples[samples.equal("name", "examples")] if len(samples) else samples
     if not len(said) or not len(steps):

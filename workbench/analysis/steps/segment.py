@@ -10,7 +10,7 @@ STANDING = ("examples", "lr", "memory ")  # begin the names of samples recorded 
 
 
 def cut_segment(tl: Timeline, first: int, stop: int) -> Timeline:
-    """Returns steps `[first, stop)`, all earlier marks, and earlier samples that still hold."""
+    """Returns steps `[first, stop)`, all earlier marks and earlier samples that still hold."""
     cut = Timeline()
     for kind in ("spans", "samples", "marks"):
         rows = tl.table(kind).rows()

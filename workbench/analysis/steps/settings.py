@@ -1,4 +1,4 @@
-"""A run's settings at each step, from plain JSON, without knobs or torch."""
+"""A run's settings at each step, from plain JSON. Needs neither knobs nor torch."""
 
 from __future__ import annotations
 

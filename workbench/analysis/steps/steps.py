@@ -1,4 +1,4 @@
-"""Splits a step's time on each rank: durations, shares, bytes, overlap."""
+"""Splits a step's time on each rank: durations, shares, bytes and overlap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepTimes(NamedTuple):
 
 
 class Breakdown(NamedTuple):
-    """Mean seconds per step on each rank, over steps that ended on all ranks; no measurements.
+    """Mean seconds per step on each rank, over steps without measurements that ended on all ranks.
 
     A step is compute + exposed + other. `exposed` communication stalls the step: `held` before the last rank arrived,
     `packing` while the rank itself encoded or decoded. `waiting`, `transferring` and `codec` include the part behind
@@ -150,7 +150,7 @@ def measure_overlap(tl: Timeline, first: int, stop: int) -> Overlap:
 
 
 def bytes_per_step(tl: Timeline, first: int, stop: int) -> np.ndarray:
-    """`(steps, ranks)` bytes sent, without hand-overs, evaluations and measurements."""
+    """`(steps, ranks)` bytes sent. Excludes hand-overs, evaluations and measurements."""
     w = Window(tl, first, stop)
     rows = w.lane("comm")
     rows = rows[~w.is_outside(rows)]
@@ -187,7 +187,6 @@ def _last_losses(tl: Timeline, w: Window) -> list[float]:
 
 
 def _by_step(w: Window, c: Arrivals, values: np.ndarray) -> np.ndarray:
-    """`(steps, ranks)` sums of a `(collectives, ranks)` matrix; NaN counts as 0."""
     out = np.zeros(w.shape)
     np.add.at(out, c.step - w.first, np.nan_to_num(values))
     return out

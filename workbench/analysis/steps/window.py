@@ -138,7 +138,6 @@ class Window:
         return out
 
     def _has_lane(self, *lanes: str) -> np.ndarray:
-        """`(n,)` mask: steps with a span in these lanes on any rank."""
         out = np.zeros(self.shape[0], bool)
         out[self.lane(*lanes).step - self.first] = True
         return out

@@ -67,7 +67,7 @@ class Bubble(NamedTuple):
 
 
 def spread_at(tl: Timeline, step: int) -> tuple[int, int]:
-    """Returns a replica's stages, and slices per stage, at `step`; (1, 1) if it is whole."""
+    """Returns a replica's stages and its slices per stage at `step`. `(1, 1)` if it is whole."""
     rows = tl.marks.rows()
     if not len(rows):
         return 1, 1

@@ -1,10 +1,10 @@
 """Causes of a step's time beyond the compute that all ranks share, most expensive first.
 
-A culprit exceeds the other ranks' median beyond its noise, in most steps, and stalls other ranks. The cost is how much
-earlier the last collective would end with all culprits on time (`blame.measure_relief`). If all ranks stall alike
-(network, packing, before a forward), the cause has no rank. A cause needs `MIN_STEP_SHARE` of a step. A rank behind by
-`MIN_STEP_SHARE` needs a cost of only `MIN_HARM_SHARE`. The reason: with 8 ranks that vary by 5 %, some rank is late
-anyway, and the other ranks feel half of a delay of 10 %.
+A culprit exceeds the other ranks' median beyond its noise in most steps, and stalls other ranks. The cost is how much
+earlier the last collective would end with all culprits on time (`blame.measure_relief`). If all ranks stall alike, the
+cause has no rank. Such causes are network, packing and time before a forward. A cause needs `MIN_STEP_SHARE` of a step.
+A rank behind by `MIN_STEP_SHARE` needs a cost of only `MIN_HARM_SHARE`. The reason: with 8 ranks that vary by 5 %, some
+rank is late anyway. The other ranks feel half of a delay of 10 %.
 """
 
 from __future__ import annotations
@@ -67,8 +67,6 @@ class Cause(NamedTuple):
 
 
 class _AnalysedSteps(NamedTuple):
-    """Analysed steps and collectives, their mask, and each rank's own time."""
-
     w: Window
     c: Arrivals
     over: np.ndarray
@@ -196,8 +194,8 @@ def _to_blame(looked: _AnalysedSteps) -> Iterator[Cause]:
 def excess_seconds(values: np.ndarray, step: float) -> np.ndarray:
     """Returns `(p,)` seconds by which each rank exceeds the other ranks in `(n, p)` `values`.
 
-    0 if below `MIN_STEP_SHARE` of a `step`, absent in many steps, or within the noise. The noise is that of a median;
-    if neighbouring steps are alike, fewer than n values are independent (see `clear`).
+    0 if below `MIN_STEP_SHARE` of a `step`, absent in many steps or within the noise. The noise is that of a median. If
+    neighbouring steps are alike, fewer than n values are independent (see `clear`).
     """
     n = len(values)
     if n < MIN_STEPS:

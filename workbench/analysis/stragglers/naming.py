@@ -1,6 +1,6 @@
 """The phase in which a rank is slow, and the sentence about it.
 
-If forward, backward and update slow by about the same factor, the phase is "compute": the processor is slower or
+If forward, backward and update slow by about the same factor, the phase is "compute". Then the processor is slower or
 shared.
 """
 

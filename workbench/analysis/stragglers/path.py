@@ -83,8 +83,6 @@ def _name_place(rank: int, cause: str) -> str:
 
 
 class _SpanIndex:
-    """One rank's disjoint spans of a kind, by begin."""
-
     def __init__(self, rows: Rows, number: np.ndarray | None = None) -> None:
         order = np.argsort(rows.t0, kind="stable")
         self.t0, self.t1, self.asked = (v[order].tolist() for v in (rows.t0, rows.t1, rows.asked))
@@ -101,7 +99,7 @@ class _SpanIndex:
         return int(np.searchsorted(self.begins, t - ZERO_SECONDS, "left")) - 1
 
     def last_ended(self, t: float, since: float, bucket: str | None = None, but: int = -1) -> int:
-        """Returns the last span ended in `(since, t]`, or -1; prefers `bucket`."""
+        """Returns the last span ended in `(since, t]`, or -1. Prefers `bucket`."""
         found = -1
         for at in range(int(np.searchsorted(self.ends, t + ZERO_SECONDS, "right")) - 1, -1, -1):
             i = self.ended[at]
@@ -156,7 +154,7 @@ class _PathWalk:
         return found[::-1]
 
     def _step_back(self, r: int, t: float, begin: float) -> tuple[int, int, str, int, float]:
-        """Returns the work before `t`: (next rank, collective or -1, cause, piece's rank, begin)."""
+        """Returns the work before `t` as `(next rank, collective or -1, cause, piece's rank, begin)`."""
         waits, compute = self.waits[r], self.compute[r]
         i, j = waits.last_before(t), compute.last_before(t)
         still = max(begin, waits.t1[i]) if i >= 0 else begin  # end of the last stall

@@ -9,8 +9,8 @@ that ended with collective j(w). Then
 
     asked_rk = own_rk + max(0, max_{w before k} (end_{j(w)} - own_rw))
 
-So a gather of parameters is earlier if the gradients are. Some collectives follow one of the same bucket: values after
-indices, a second factor, a second hop. They count their own time from the end of the first one.
+So a gather of parameters is earlier if the gradients are. Some collectives follow one of the same bucket, such as
+values after indices or a second hop. They count their own time from the end of the first one.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ def make_replay(w: Window, c: Arrivals, slower: np.ndarray) -> tuple[np.ndarray,
 
 
 def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tuple[Stack, Stack, Stack, Stack]:
-    """Returns a `Replay`'s fields waited, fixed, after and woke."""
     _, k, p = asked.shape
     rows = w.lane("wait")
     rows = rows[~w.is_outside(rows) & np.isin(rows.step, meetings)]
@@ -126,7 +125,7 @@ def _read_waits(w: Window, meetings: np.ndarray, asked: Stack, t1: Stack) -> tup
 
 
 def _last_before(group: np.ndarray, time: np.ndarray, whose: np.ndarray, until: np.ndarray) -> np.ndarray:
-    """Returns the group's last event up to each question's time (`whose`, `until`), or -1.
+    """Returns the group's last event up to each question's time (`whose` and `until`), or -1.
 
     >>> _last_before(np.array([0, 0, 1]), np.array([1.0, 2.0, 1.0]), np.array([0, 0, 1]), np.array([1.5, 9.0, 0.5]))
     array([ 0,  1, -1])
@@ -156,7 +155,6 @@ def _chain_buckets(c: Arrivals, full: np.ndarray, at: np.ndarray, place: np.ndar
 
 
 def _number_places(at: np.ndarray) -> np.ndarray:
-    """Numbers a step's collectives. at: their meetings"""
     order = np.argsort(at, kind="stable")
     counts = np.bincount(at)
     place = np.empty(len(at), np.int64)

@@ -1,13 +1,13 @@
 """Finds the slow rank by arrival at the collectives.
 
 An all-reduce makes all ranks' steps equally long. The cause arrives last and waits least. `blame_ranks` measures its
-cost. Its phases and port, against the other ranks' median, show the reason. Medians and a noise threshold reject
+cost. Its phases and port show the reason, against the other ranks' median. Medians and a noise threshold reject
 outliers.
 
 [Note: False alarms] Simulated ranks had equal speed: windows of 20 steps, log-normal step times. With independent
-steps, it named no rank in 3,789 windows (2, 4 and 8 ranks, spreads of 2 to 30 %). With a correlation of 0.8 between
-neighbouring steps, a rank is slow for some 10 steps. Then 14 to 38 % of the windows named a rank. `causes.py` allows
-for correlation and names a rank in 6 to 16 %.
+steps, it named no rank in 3,789 windows. They had 2, 4 and 8 ranks and spreads of 2 to 30 %. With a correlation of 0.8
+between neighbouring steps, a rank is slow for some 10 steps. Then 14 to 38 % of the windows named a rank. `causes.py`
+allows for correlation and names a rank in 6 to 16 %.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StragglerVerdict(NamedTuple):
 
     rank: int
     side: str  # "compute" or "link"
-    phase: str  # forward, backward, update, "compute" (all three), codec, link, or "outside its phases"
+    phase: str  # one of COMPUTE, "compute" (all of them), codec, link or "outside its phases"
     phases: tuple[str, ...]  # covered by `seconds`
     seconds: float  # per step, beyond the other ranks'
     share: float  # `seconds` as a share of the rank's own measured step
@@ -184,7 +184,7 @@ def _make_verdict(tl: Timeline, w: Window, f: _StragglerFacts, rank: int, last: 
 
 
 def _compare_scores(tl: Timeline, w: Window, rank: int, last: int) -> tuple[float, float]:
-    """Returns the other ranks' compute, and the rank's earlier compute, over its compute now."""
+    """Returns the other ranks' compute and the rank's earlier compute, over its compute now."""
     now = np.median(w.seconds("compute")[w.complete], axis=0)
     if not now[rank]:
         return 1.0, float("nan")

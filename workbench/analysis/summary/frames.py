@@ -31,7 +31,7 @@ class RunFrames(Run):
     def lateness(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's arrival after the other ranks' median, in seconds (negative: before).
 
-        A row per rank, a column per step; NaN without a meeting. last: number of steps (None: all). See
+        A row per rank and a column per step. NaN without a meeting. last: number of steps (None: all). See
         `workbench.analysis.communication.lateness`.
 
         >>> RunFrames({"ranks": 2}).lateness().shape
@@ -70,7 +70,7 @@ class RunFrames(Run):
         return self._frame_of(rows, analysis.PathPiece, "" if rows else why_no_step(self, last))
 
     def overlap(self, last: int | None = None) -> pd.DataFrame:
-        """Returns each rank's communication, hidden behind compute or exposed, in seconds per step.
+        """Returns each rank's communication in seconds per step, hidden behind compute or exposed.
 
         last: number of steps (None: all). The hidden part is also split by phase. Overlapping spans count once.
 
@@ -98,7 +98,7 @@ class RunFrames(Run):
         return self._frame_of(analysis.list_open(self.standing), analysis.OpenCollective, why)
 
     def clocks(self) -> pd.DataFrame:
-        """Returns each rank's host, its clock minus rank 0's, and the error, in seconds.
+        """Returns each rank's host, its clock minus rank 0's and the error in seconds.
 
         >>> RunFrames({"ranks": 2}).clocks().columns.tolist()
         ['rank', 'host', 'offset', 'error']
@@ -115,7 +115,7 @@ class RunFrames(Run):
         return self._frame_of(analysis.recording_costs(self.timeline), analysis.RankCost, why)
 
     def gpus(self, seconds: float = 10.0) -> pd.DataFrame:
-        """Returns each rank's GPU use (a share), power (W), and bytes/s sent and received.
+        """Returns each rank's GPU use (a share), power (W) and bytes/s sent and received.
 
         Means over the record's last `seconds`. Empty without GPU readings, which need nvidia-ml-py. Not tested on a
         GPU.
@@ -132,7 +132,6 @@ class RunFrames(Run):
 
     @staticmethod
     def _frame_of(rows: Sequence[Any], kind: Any, why: str) -> pd.DataFrame:
-        """why: what an empty frame shows"""
         import pandas as pd
 
         frame = pd.DataFrame(rows, columns=pd.Index(kind._fields))
