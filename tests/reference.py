@@ -272,7 +272,7 @@ def views() -> str:
         parts += [f"## {view.title}", prose(view.about)]
         notes = ["Not on the page while there is nothing to show."] if view.quiet else []
         notes += ["Silent in a riddle."] if view.tells else []
-        parts += [" ".join(notes)] if notes else []
+        parts += [" ".join([*notes, f"Code: `{view.__module__.replace('.', '/')}.py`."])]
     return "\n\n".join(parts)
 
 

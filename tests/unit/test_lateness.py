@@ -14,7 +14,7 @@ from widgets.charts.feed import Feed
 from widgets.export.report import write_report
 from widgets.views._base import draw_view
 from widgets.views.causes import Causes
-from widgets.views.late import Late
+from widgets.views.lateness import Late
 from workbench import Change, simulate
 from workbench.analysis import LatenessStrips, measure_lateness
 from workbench.compressors import PowerSGD
