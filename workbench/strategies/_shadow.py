@@ -15,7 +15,7 @@ from workbench.strategies._base import Strategy
 class Shadowing(Strategy):
     """A strategy with a shadow.
 
-    piece_kb: how much of a bucket ranks average at a time, in kB; 0: all of it
+    piece_kb: how much of a bucket ranks average at a time, in kB. 0: the whole bucket
     """
 
     piece_kb: ClassVar[float] = 0.0
@@ -33,13 +33,13 @@ class Shadow:
         self._last = rank.step
 
     async def synchronised(self, rank: Rank, step: int) -> None:
-        """Ends a round that began in `step`, from 1; the Sample "sync gap" is the distance from the round before."""
+        """Ends a round that began in `step`, from 1. The Sample "sync gap" is the distance from the round before."""
         await rank.sample("sync gap", step - self._last)
         self._last = step
 
 
 def pieces(x: Tensor, piece_kb: float) -> tuple[Tensor, ...]:
-    """Splits (n,) into views of at most `piece_kb` kB each; 0: one view."""
+    """Splits `(n,)` into views of at most `piece_kb` kB each. 0: one view."""
     numel = int(piece_kb * 1e3) // x.element_size() if piece_kb else x.numel()
     return x.split(max(numel, 1))
 

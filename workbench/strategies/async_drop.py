@@ -21,7 +21,7 @@ SERVER = 0
 
 
 class _Task:
-    """A task of one rank: the entries of its sub-model, the model's version, and the share of units that it keeps."""
+    """A task of one rank: the entries of its sub-model, the model's version and the share of units that it keeps."""
 
     def __init__(self, entries: Entries, version: int, keep: float) -> None:
         self.entries, self.version, self.keep = entries, version, keep
@@ -47,7 +47,7 @@ class _Passed:
 
 
 class _State:
-    """State of one rank; on the server also the model, the model at the start, and the ranks' speeds."""
+    """State of one rank. The server also has the model, the model at the start and the ranks' speeds."""
 
     def __init__(self, rank: Rank, params: list[Bucket]) -> None:
         self.memory = copies(params, "model", "first") if rank.index == SERVER else Memory()
@@ -70,8 +70,8 @@ class AsyncDrop(Strategy):
     So fast ranks train the units that change most and slow ranks train the stable units. A late push then overwrites
     little that other ranks have learned. w_0 is the model when the strategy is entered. `choose` = "random" draws the
     units of each task, as in the paper's AsyncDrop without heterogeneity. A rank is slow if many tasks of other ranks
-    return during its own task, per share of the model that it keeps. The order is in the record, so a replay makes the
-    same decisions.
+    return during its own task. The number is per share of the model that it keeps. The order is in the record, so a
+    replay makes the same decisions.
 
     A unit is a hidden feature, a channel or an attention head. The task's `split` marks them by Colwise() and
     Rowwise(), or two layers of a Sequential follow each other. One layer's matrix loses rows and the next one's
@@ -81,8 +81,8 @@ class AsyncDrop(Strategy):
     scale them. The whole model's next layer then receives 1 / q times as much as in sub-models.
 
     A step is one task with a new optimizer. The run's own optimizer is not used. The server runs on rank 0, next to its
-    training. The Sample "computed" is the share of the model's operations in one forward. The Sample "staleness", on
-    rank 0, counts the mixings during the task. A rank keeps old values of parameters that it does not train.
+    training. The Sample "computed" is the share of the model's operations in one forward. On rank 0 the Sample
+    "staleness" counts the mixings during the task. A rank keeps old values of parameters that it does not train.
 
     When to use it: slow ranks' tasks take too long, or the network is slow. With q = 1 and alpha = 1 on one rank it is
     the optimizer, with new state for each task. Units that few ranks train learn only these ranks' classes. On Digits
@@ -140,7 +140,7 @@ class AsyncDrop(Strategy):
             await rank.send(entries.pick(bucket), SERVER, f"update {bucket.name}")
 
     async def _told(self, rank: Rank, units: list[Units], like: Tensor) -> list[Tensor]:
-        """Receives from the server the units to train; returns their indices, ascending, by entry of `units`."""
+        """Receives from the server the units to train. Returns their indices, ascending, by entry of `units`."""
         got = await told(rank, "task", SERVER)
         if got is None:
             raise StrategyError("no sub-model arrived, because the server has ended")
@@ -178,7 +178,7 @@ class AsyncDrop(Strategy):
 
     @outlined(lambda self, state, buckets, units, count, start: buckets[0].data.new_empty(count, dtype=torch.int64))
     def _chosen(self, state: _State, buckets: list[Bucket], units: Units, count: int, start: int) -> Tensor:
-        """Returns (count,) unit indices, ascending: random ones, or from `start` on by descending change."""
+        """Returns `(count,)` unit indices, ascending. They are random, or go from `start` on by descending change."""
         where = buckets[0].data.device
         if self.choose == "random":
             by = torch.rand(units.size, generator=state.chance.generator(where), device=where)
@@ -212,7 +212,7 @@ class AsyncDrop(Strategy):
 
 
 def _changed(memory: Memory, buckets: list[Bucket], units: Units) -> Tensor:
-    """Returns (F,): for each unit, the sum of its entries' absolute changes since the start."""
+    """Returns `(F,)`: for each unit, the sum of its entries' absolute changes since the start."""
     cuts = {cut.param: cut for cut in units.cuts}
     score = buckets[0].data.new_zeros(units.size, dtype=torch.float32)
     for bucket in buckets:

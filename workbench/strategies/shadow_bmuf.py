@@ -27,7 +27,7 @@ class ShadowBMUF(Shadowing):
 
     The share alpha of each addition to W returns to W with the next mean. So the momentum has more effect than in BMUF,
     because BMUF's blocks all begin at W. With large eta and alpha W oscillates about the mean. When the strategy is
-    left, the result is the ranks' mean, and delta is dropped.
+    left, the result is the ranks' mean. delta is dropped.
 
     When to use it: as ShadowMA, with many ranks. Their mean moves only 1/p as far as each of them.
 

@@ -56,7 +56,7 @@ class ShadowEASGD(Shadowing):
         return index < size - self.servers
 
     def serving(self, size: int) -> list[int]:
-        """Returns the ranks that serve; server k of n holds buckets k, k + n, k + 2 n, ..."""
+        """Returns the ranks that serve. Server k of n holds buckets k, k + n, k + 2 n and so on."""
         return list(range(size - self.servers, size)) or [0]
 
     def refuses_size(self, size: int) -> str | None:

@@ -44,7 +44,7 @@ class ZeROInfinity(ZeRO3):
 
     A device holds only the buckets that are whole at the time. Of Psi parameters each rank's host or disk holds (4 + K)
     Psi / p bytes in fp32. The host also holds 4 Psi / p bytes of gradients until they are used. The device receives 4
-    Psi / p bytes for the forward and again for the backward, and it sends as many bytes of gradients. With a disk the
+    Psi / p bytes for the forward and again for the backward. It sends as many bytes of gradients. With a disk the
     update adds 2 (4 + K) Psi / p. Every rank reads its own shards over its own path, so p disks are p times as fast as
     1 disk. Network bytes and results are ZeRO3's.
 

@@ -33,17 +33,17 @@ class ZeROOffload(ZeRO2):
         params_r, state_r <- optimizer(params_r, state_r, g_r)             on the host's processor
         params <- all ranks' params_r, from the host                       all-gather
 
-    Of Psi parameters a device holds 2 Psi bytes in 16 bits (4 Psi in fp32) and the buckets that backward has just
-    filled. The host holds K Psi / p and a copy of the shards, 4 Psi / p. In each step 4 Psi / p bytes in fp32 go to the
-    host and 4 Psi / p return. This is the minimum if optimizer state stays on the host. `fabric.host` sets the speed.
-    Network bytes and results are ZeRO2's. With clipping, gradients stay on the device until ranks know the norm. A
-    model that writes into its parameters is refused, because the host steps its own copy.
+    Of Psi parameters a device holds 2 Psi bytes in 16 bits (4 Psi in fp32). It also holds the buckets that backward has
+    just filled. The host holds K Psi / p and a copy of the shards, 4 Psi / p. In each step 4 Psi / p bytes in fp32 go
+    to the host and 4 Psi / p return. This is the minimum if optimizer state stays on the host. `fabric.host` sets the
+    speed. Network bytes and results are ZeRO2's. With clipping, gradients stay on the device until ranks know the norm.
+    A model that writes into its parameters is refused, because the host steps its own copy.
 
     `delayed` is the paper's delayed parameter update. From step `delay_from` on the host steps while the device
     computes the next forward and backward. Their gradients are then one update stale. Each gradient is applied once.
 
-    When to use it: parameters fit on the device, their optimizer state does not, and the host is fast enough. One rank
-    alone gains as much. On a CPU, device and host share one memory and differ only by name.
+    When to use it: parameters fit on the device, but their optimizer state does not. The host must be fast enough. One
+    rank alone gains as much. On a CPU, device and host share one memory and differ only by name.
 
     Reference: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021,
     https://arxiv.org/abs/2101.06840, sections 4 and 5.2
@@ -104,7 +104,7 @@ class ZeROOffload(ZeRO2):
 
 
 async def _updated(rank: Rank, shard: Bucket) -> Tensor:
-    """Steps a shard on the host and returns its new parameters on the device, (n,)."""
+    """Steps a shard on the host. Returns its new parameters `(n,)` on the device."""
     await rank.update(shard, on="host")
     params: Tensor = await rank.fetch(shard, "parameters", keep=True)
     return params

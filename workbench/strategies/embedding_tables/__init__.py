@@ -1,1 +1,1 @@
-"""Embedding tables: strategies that keep them on servers, their verbs, and what both hosts do for these."""
+"""Embedding tables: strategies that keep them on servers, their verbs and what both hosts do for these."""

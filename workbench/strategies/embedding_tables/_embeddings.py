@@ -114,7 +114,7 @@ class Embeddings(Shadowing):
         await rank.send(torch.cat([torch.tensor(numbers, dtype=torch.float64), *ids]), server, "turn")
 
     def _by_server(self, rank: Rank, rows: Rows) -> dict[int, Rows]:
-        """Returns, by server, the rows to request of each of its tables."""
+        """Returns the rows to request of each table, by server."""
         found: dict[int, Rows] = {}
         for k, name in enumerate(rank.tables):
             found.setdefault(self.owner(k, rank.size), {})[name] = rows.get(name, NO_ROWS)
@@ -154,7 +154,7 @@ class AmongTrainers:
         return rank.group("data")
 
     async def leave(self: Any, rank: Rank, state: Any) -> None:
-        """Gives every rank, servers included, the mean of the training ranks."""
+        """Gives every rank, also servers, the mean of the training ranks."""
         for bucket in await self.replica(rank):
             if rank.role == "server":
                 bucket.data.zero_()

@@ -27,7 +27,7 @@ def without(buckets: Iterable[Bucket], tables: Collection[str]) -> list[Bucket]:
 
 
 def tables_in(buckets: Iterable[Bucket], names: Collection[str]) -> dict[str, Tensor]:
-    """Returns the tables in these buckets by name, in the order of `names`: (rows, width) views."""
+    """Returns the tables in these buckets by name, in the order of `names`, as `(rows, width)` views."""
     lie = {p.name: b.data[p.start : p.stop].view(p.shape) for b in buckets for p in b.parts}
     return {name: lie[name] for name in names}
 
@@ -44,7 +44,7 @@ def put(tables: dict[str, Tensor], rows: Rows, flat: Tensor) -> None:
 
 
 def parted(rows: Rows, flat: Tensor, tables: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yields each table's rows, (n, width), in the order of `rows`, from the concatenated `flat`."""
+    """Yields each table's rows `(n, width)` from the concatenated `flat`, in the order of `rows`."""
     widths = {name: tables[name].shape[1] for name in rows}
     for (name, width), piece in zip(
         widths.items(), flat.split([len(rows[name]) * widths[name] for name in rows]), strict=True

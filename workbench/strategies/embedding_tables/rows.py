@@ -18,7 +18,7 @@ Rows = Mapping[str, Tensor]  # by table
 
 
 class Lookups(Protocol):
-    """A task's functions. lookups: (batch) -> the rows that it reads, by table; None: unknown"""
+    """A task's functions. lookups: (batch) -> the rows that it reads, by table. None: unknown"""
 
     @property
     def lookups(self) -> Callable[[Any], Mapping[str, Tensor]] | None: ...
@@ -41,7 +41,7 @@ class TableLayout(Protocol):
 
 
 def find_rows(learner: Lookups, batch: object, layout: TableLayout) -> dict[str, Tensor]:
-    """Returns the rows that a batch reads, by table: (n,) int64, distinct and ascending.
+    """Returns the rows that a batch reads, by table: `(n,)` int64, distinct and ascending.
 
     Raises StrategyError if a table or a row does not exist.
     """
@@ -58,7 +58,7 @@ def find_rows(learner: Lookups, batch: object, layout: TableLayout) -> dict[str,
 
 
 def take_gradients(layout: TableLayout, rows: Rows) -> dict[str, Tensor]:
-    """Returns the gradients of `rows`, by table: (n, width). Clears the tables' gradients."""
+    """Returns the gradients of `rows`, by table: `(n, width)`. Clears the tables' gradients."""
     return take_named_gradients({name: _find_table(layout, name).param for name in rows}, rows)
 
 

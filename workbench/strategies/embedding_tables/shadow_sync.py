@@ -15,7 +15,7 @@ from workbench.strategies.shadow_easgd import ShadowEASGD
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowSync(Embeddings, ShadowEASGD):
-    """Embedding tables on servers; workers train the replicated parameters, and a shadow synchronises them.
+    """Embedding tables on servers. Workers train the replicated parameters, and a shadow synchronises them.
 
         worker:  rows <- look up ids of its batch;   loss of the batch;   push the gradient of rows
                  params_i <- optimizer_i(params_i, grad_i)                     all but the tables

@@ -10,7 +10,7 @@ from workbench.strategies.shadow_ma import ShadowMA
 
 @dataclass(frozen=True, kw_only=True)
 class ShadowSyncMA(AmongTrainers, Embeddings, ShadowMA):
-    """Embedding tables on servers; workers train the replicated parameters, and shadows average them.
+    """Embedding tables on servers. Workers train the replicated parameters, and shadows average them.
 
         worker:  rows <- look up ids of its batch;   loss of the batch;   push the gradient of rows
                  params_i <- optimizer_i(params_i, grad_i)                     all but the tables

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 def look_up(rank: Rank) -> Op:
-    """Returns, by embedding table, the rows that the batch of this worker's next `forward()` reads.
+    """Returns the rows that the batch of this worker's next `forward()` reads, by embedding table.
 
-    Each is (n,) int64, distinct and ascending. With sizes only, the rows of one batch stand for those of every batch.
+    Each is `(n,)` int64, distinct and ascending. With sizes only, the rows of one batch stand for those of every batch.
     """
     return Op("look_up")
 
 
 def row_grads(rank: Rank, rows: dict[str, Tensor]) -> Op:
-    """Takes the gradient of these rows, (n, width) by table, and returns it. `update` then skips these tables."""
+    """Takes the gradient of these rows, `(n, width)` by table, and returns it. `update` then skips these tables."""
     return Op("row_grads", rows)
 
 
