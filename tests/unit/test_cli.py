@@ -130,10 +130,10 @@ def test_run_resumes_a_checkpoint_with_new_settings(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ([], "name a recipe, such as digits, or a script, such as train.py, or a checkpoint"),
+        ([], "name a recipe (digits), a script (train.py) or a checkpoint"),
         (
             ["digits", "--resume", "x"],
-            "name a recipe, such as digits, or a script, such as train.py, or a checkpoint",
+            "name a recipe (digits), a script (train.py) or a checkpoint",
         ),
         (["digits", "7", "--steps", "2"], "digits takes no arguments; only a script does: 7"),
         (["no/train.py"], "file='no/train.py': there is no such file"),
