@@ -76,6 +76,7 @@ def traffic(verb: str, nbytes: int, size: int) -> tuple[int, int]:
     `nbytes` is the size of the rank's input: the whole vector of an all-reduce, its own chunk of an all-gather. The
     algorithms are rings. See Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
     workstations", JPDC 2009.
+
     >>> traffic("all_reduce", 4_000_000, 4)
     (6000000, 6)
     """

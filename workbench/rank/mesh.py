@@ -61,6 +61,7 @@ class Mesh:
     """Named dimensions and their sizes, outermost first. `ranks` fill it in order.
 
     inside: the dimensions of one replica of the model. Along the other dimensions ranks hold the same part
+
     >>> Mesh((("between", 2), ("within", 2)), (0, 1, 2, 3)).group(("within",), 2).ranks
     (2, 3)
     """

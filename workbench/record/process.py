@@ -23,7 +23,7 @@ def this_process() -> list[float]:
 def alive(process: list[float] | None) -> bool:
     """Whether the process [pid, create time] still runs. A zombie does not.
 
-    Compares the time once, then relies on psutil, which ignores clock changes.
+    Compares the time once, then relies on psutil. So clock changes do no harm.
     """
     if process is None:
         return False

@@ -33,8 +33,8 @@ def adopt(
     batch:     a Dataset's examples per rank and batch
     parts, split, lookups, pure: as in `Task`
 
-    One rank gives the script's own result, seeded with the experiment's `seed` before its first pass. Tries a first
-    batch at once. Raises KnobError if the script cannot be adopted.
+    On one rank the result equals the script's own loop, seeded with the experiment's `seed` before its first pass.
+    Tries a first batch at once. Raises KnobError if the script cannot be adopted.
     """
     import torch
     from torch import nn

@@ -10,6 +10,7 @@ from workbench.fabric.algorithms.by_group import ByGroup
 
 def group_by_site(size: int, ranks: Sequence[int]) -> list[list[int]]:
     """Splits `ranks` (ascending) into sites of `size` neighbours. The last may be smaller.
+
     >>> group_by_site(4, range(6))
     [[0, 1, 2, 3], [4, 5]]
     """

@@ -18,8 +18,8 @@ class Native(Algorithm):
 
         time = 2 (p-1) alpha + 2 (p-1)/p n beta + (p-1)/p n gamma
 
-    When to use it: unless you want to see the messages or the Link favours another algorithm. It copies least: gloo
-    moves bytes in C++, other algorithms move them through this rank's mailbox.
+    When to use it: by default, unless you want to see the messages or the Link favours another algorithm. It copies
+    least: gloo moves bytes in C++, other algorithms move them through this rank's mailbox.
 
     Reference: https://github.com/pytorch/gloo/blob/main/docs/algorithms.md
     """

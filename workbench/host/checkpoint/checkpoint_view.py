@@ -24,7 +24,7 @@ class CheckpointView(ChangeView, Protocol):
     held_out:        the last held-out loss that this rank knows
     rng_states:      the random states of this rank's forwards
     slice_rng:       `random_position` of its TensorParallelGroup
-    is_asynchronous: whether ranks make steps without a meeting in every round
+    is_asynchronous: see `is_apart`
     """
 
     state: Any

@@ -1,4 +1,4 @@
-"""A rank's changes: planned, being made, and counted."""
+"""A rank's changes: planned, being made and counted."""
 
 from __future__ import annotations
 
@@ -25,11 +25,10 @@ class ChangeQueue:
         self._made = made
 
     def count_due(self, step: int) -> int:
-        """Counts the planned changes due at `step`."""
         return sum(change.at_step <= step for change in self.planned)
 
     def take_changes(self, count: int) -> None:
-        """Takes the first `count` planned changes, to make them now."""
+        """Takes the first `count` planned changes to make them now."""
         self.taken, self.planned = self.planned[:count], self.planned[count:]
 
     def continue_count(self, obeyed: int) -> None:

@@ -1,7 +1,7 @@
 """Continues indexed data after the ranks or the batch size have changed.
 
-The order of examples depends only on the seed, and ranks draw from it in turn. So ranks only agree on the number of
-used examples.
+The order of examples depends only on the seed. Ranks draw from it in turn, so they only agree on the number of used
+examples.
 """
 
 from __future__ import annotations

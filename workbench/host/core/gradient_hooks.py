@@ -84,14 +84,14 @@ class ModuleHooks:
 
 
 def _restore_hooks(wrapped: Iterable[tuple[dict[int, H], int, H]]) -> None:
-    """Puts hooks back in place of their wrappers, except removed hooks."""
+    """Puts hooks back in place of their wrappers. Removed hooks stay removed."""
     for held, number, hook in wrapped:
         if number in held:
             held[number] = hook
 
 
 def _list_hooked(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules with backward hooks, in every forward and backward. `modules()` takes twice as long."""
+    """Returns the modules with backward hooks. Every forward and backward asks. `modules()` takes twice as long."""
     found, seen, left = [], {id(model)}, [model]
     while left:
         module = left.pop()

@@ -32,7 +32,7 @@ class _NoFills(TorchFunctionMode):
 def make_outline(learner: Learner, built: bool = True) -> nn.Module:
     """Returns the task's model on the meta device: built there, or copied without values.
 
-    A model built elsewhere may be training, so it is copied. Raises `copy.deepcopy`'s error if that fails.
+    Copies a model built elsewhere, because it may be training. Raises `copy.deepcopy`'s error.
 
     built: whether it may be built with values; if not, raises the model's error on the meta device
     """

@@ -38,12 +38,12 @@ class RankReport(NamedTuple):
     paused, credit: whether it makes no steps; how many it makes before it pauses again
     settings: the experiment as plain values
     process:  its host, its pid and when the process began
-    parts:    whether it holds, or held before it went back, only a part of the state
+    parts:    whether it holds only a part of the state (or did before it went back)
     bounds:   its boundaries, the newest last: (next step, changes before it, `Boundary.apart`)
     remembers: whether its optimizer has any state
     saved:    steps of the run's checkpoints that it sees
     whole:    whether it holds everything because ranks with parts were assembling
-    used:     at its last boundaries: the next step, and examples used up
+    used:     at its last boundaries: the next step and examples used up
     """
 
     member: int
@@ -98,13 +98,12 @@ class Quorum(NamedTuple):
 
     @property
     def vote_text(self) -> str:
-        """The ranks by their next step, the furthest first."""
+        """The ranks by their next step. The furthest come first."""
         steps = sorted({step for _, step in self.vote_rows}, reverse=True)
         who = [format_ranks([member for member, at in self.vote_rows if at == step]) for step in steps]
         return ", ".join(f"{one} before step {step}" for one, step in zip(who, steps, strict=True))
 
     def make_membership(self, places: tuple[int, ...]) -> Membership:
-        """Returns the Membership of the ranks at `places`, in this order."""
         said = [self.by_place[place] for place in places]
         furthest = tuple(i for i, one in enumerate(said) if one.progress_key == self.furthest_report.progress_key)
         trained = find_newest({i: one.agreed_step for i, one in enumerate(said) if one.trained})
@@ -119,7 +118,6 @@ class Quorum(NamedTuple):
         )
 
     def used(self, step: int) -> int:
-        """Counts used examples before `step`."""
         return max((n for said in self.by_place.values() for at, n in said.used if at <= step), default=0)
 
     def list_requests(self, first: RankReport | None = None) -> list[dict[str, Any]]:

@@ -94,7 +94,6 @@ class RankLoop(ABC):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether ranks make steps without a meeting in every round."""
         return asynchronous.is_apart(self.experiment, self.rank)
 
     @property
@@ -103,7 +102,6 @@ class RankLoop(ABC):
         return self.queue.count_due(self.rank.step)
 
     def take_carried(self) -> CarriedState:
-        """Hands this rank's own state to the next generation."""
         carried, self.carried = self.carried, CarriedState()
         return carried
 
@@ -241,7 +239,7 @@ class RankLoop(ABC):
             self.sample("examples", count)
 
     async def evaluate_model(self, together: bool) -> None:
-        """Records the held-out loss, of the mean model of all ranks if `together`."""
+        """Records the held-out loss. together: of the mean model of all ranks"""
         loss = await record_evaluation(self, together)
         self.held_out = self.held_out if loss is None else loss
 

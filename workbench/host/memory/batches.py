@@ -47,7 +47,7 @@ def count_batch_bytes(batch: object) -> int:
 
 
 class BatchReader:
-    """The data of one rank, read again after the end. Raises TaskError for data that end."""
+    """The data of one rank, read again after the end. Raises TaskError if that is impossible."""
 
     def __init__(self, data: Callable[..., Iterable[Any]], rank: int, size: int, device: str,
                  indexed: bool = False) -> None:  # fmt: skip

@@ -72,9 +72,9 @@ class MemoryAccount:
     # -- between steps --
 
     def recount_standing(self) -> None:
-        """Recounts what stays, and looks at the next steps. Call it after a change, or when the run begins.
+        """Recounts what stays and looks at the next steps. Call it after a change or when the run begins.
 
-        Raises OutOfMemory if what stays, or the change, exceeds `memory_mb`.
+        Raises OutOfMemory if what stays or the change exceeds `memory_mb`.
         """
         self._fresh, self._seen = FRESH_STEPS, None
         self._evaluated, self._evaluated_at = 0, -1

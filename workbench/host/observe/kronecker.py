@@ -1,7 +1,7 @@
 """Finds the layers that have Kronecker factors, and the rows of their inputs and slopes.
 
 A slope is the gradient of a layer's output. A Linear layer's rows are its inputs. A convolution is a Linear layer of
-patches, with one row for each place of its window.
+patches, with one row for each place of its window and elements in the weight's order.
 """
 
 from __future__ import annotations

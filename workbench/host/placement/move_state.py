@@ -22,7 +22,7 @@ MAX_ELEMENT_BYTES = 16  # of complex128, the widest dtype
 
 async def move_state(rank: Rank, state: Mapping[str, Tensor], was: Placement, to: Placement, alive: Collection[int],
                like: Mapping[str, Tensor], members: Sequence[int] = ()) -> State:  # fmt: skip
-    """Returns this rank's state under `to`, given its state under `was`. All ranks of the group call it together.
+    """Takes this rank's state under `was` and returns its state under `to`. All ranks of the group call it together.
 
     state:   for each name that `was` has on this rank, a dense tensor of its elements in that order, of any shape
     alive:   the ranks that still have their part of `was`; any other rank in `to` receives its whole part

@@ -1,7 +1,7 @@
 """Flat vectors for each bucket: one of parameters and one of gradients.
 
-Parameters are views, so averaging and hand-overs never copy, and a rank can free one bucket. A gradient is copied once,
-into its bucket's vector, unless its parameter is a bucket.
+Parameters are views, so averaging and hand-overs never copy. A rank can free one bucket. A gradient is copied once into
+its bucket's vector, unless its parameter is a bucket.
 """
 
 from __future__ import annotations

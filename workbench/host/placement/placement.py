@@ -1,6 +1,6 @@
 """Which rank holds which elements of every named tensor, parameters and optimizer state alike.
 
-Replicas hold every element. ZeRO slices over the data dimension, a pipeline puts layers on stages, tensor parallelism
+Replicas hold every element. ZeRO slices over the data dimension. A pipeline puts layers on stages. Tensor parallelism
 slices matrices. Tensors that are not elementwise (buffers, counters, generators' state) are whole.
 """
 

@@ -81,8 +81,8 @@ def _make_stages(e: Experiment, model: nn.Module, learner: Learner) -> StageCuts
         raise KnobError(f"{said}: the model has {have}, too few for {what}; take {most}, or a deeper model")
     if (begins := e.partition.cuts) and begins[-1] >= len(parts):
         raise KnobError(
-            f"cuts={list(begins)}: the model has {len(parts)} parts, numbered from 0 to {len(parts) - 1}, and each cut "
-            f"must be such a number; take smaller numbers, or cuts=[]"
+            f"cuts={list(begins)}: the model has {len(parts)} parts, numbered from 0 to {len(parts) - 1}, and no cut "
+            f"may be larger; take smaller numbers, or cuts=[]"
         )
     weights = [estimate_compute(part) for part in parts]
     ends = [0, *(begins or find_balanced_cut([weights], count * each)), len(parts)]

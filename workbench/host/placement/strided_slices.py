@@ -17,6 +17,7 @@ class StridedSlice(NamedTuple):
     """Elements start + k * stride + j of a flat tensor, for k < times and j < length, in that order; j runs first.
 
     stride: at least `length`; 0 if there is only one stretch
+
     >>> StridedSlice(2, 2, 6, 3).element_count  # columns 2 and 3 of a matrix of 3 rows and 6 columns
     6
     """
@@ -47,6 +48,7 @@ class StridedSlice(NamedTuple):
 
     def cut_at(self, n: int) -> tuple[list[StridedSlice], list[StridedSlice]]:
         """Returns the first n elements and the remaining ones, for 0 < n < element_count.
+
         >>> StridedSlice(2, 2, 6, 3).cut_at(3)
         ([StridedSlice(start=2, length=2, stride=0, times=1), StridedSlice(start=8, length=1, stride=0, times=1)],
          [StridedSlice(start=9, length=1, stride=0, times=1), StridedSlice(start=14, length=2, stride=0, times=1)])
@@ -91,6 +93,7 @@ def refine_slices(sets: Sequence[Iterable[StridedSlice]]) -> list[tuple[StridedS
 
     Bit i of the second number says whether sets[i] holds the part. Parts are disjoint, each inside one slice of every
     set that holds it. Slices of the most frequent stride take one step each, other slices one step per stretch.
+
     >>> refine_slices([[StridedSlice(0, 12)], [StridedSlice(2, 1, 3, 4)]])  # all of a 4 x 3 matrix, and its last column
     [(StridedSlice(start=0, length=2, stride=3, times=4), 1), (StridedSlice(start=2, length=1, stride=3, times=4), 3)]
     """
@@ -162,6 +165,7 @@ def cut_slices(line: Iterable[tuple[StridedSlice, int, T]], ends: Sequence[int])
 
     line: (slice, length of one element on the line, any value)
     ends: the end of each piece on the line; the cut is at the nearest border of two elements
+
     >>> cut_slices([(StridedSlice(0, 4), 1, "a"), (StridedSlice(0, 8), 1, "b")], [6, 12])
     [[(StridedSlice(start=0, length=4, stride=0, times=1), 'a'),
       (StridedSlice(start=0, length=2, stride=0, times=1), 'b')],

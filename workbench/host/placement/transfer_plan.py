@@ -4,7 +4,7 @@ Each rank receives every missing element exactly once, so the number of bytes is
 no result depends on the order of a mapping.
 
 [Note: How even] The plan assigns missing elements by groups of equal owners, the smallest groups first. It levels the
-loads of a group's owners, and cuts their elements, end to end, between them. So cuts are few. If any two groups are
+loads of a group's owners and cuts their elements, end to end, between them. So cuts are few. If any two groups are
 disjoint or nested, the fullest sender's load is optimal, up to one element and one byte of rounding. The methods of
 Placement make such groups from disjoint groups of ranks. Otherwise the load is near that of a greedy choice by element,
 without a guarantee.
@@ -68,8 +68,8 @@ def _list_lengths(todo: TransferPlan, group: tuple[int, ...]) -> tuple[tuple[int
 def plan_transfers(was: Placement, to: Placement, alive: Collection[int], widths: Mapping[str, int]) -> TransferPlan:
     """Plans the transfers from `was` to `to`.
 
-    Errors are the same on all ranks. Raises LookupError if no living rank has an element, and ValueError if a name
-    stands for tensors of different sizes.
+    Errors are the same on all ranks. Raises LookupError if no living rank has an element. Raises ValueError if a
+    name stands for tensors of different sizes.
 
     alive:  the ranks that still hold their part of `was`; any other rank in `to` needs its whole part
     widths: bytes per element of each tensor in `to`
@@ -102,6 +102,7 @@ def _plan_transfers(
 
 def level_loads(loads: Sequence[int], amount: int) -> list[int]:
     """Shares out `amount` so that the loads are most even.
+
     >>> level_loads([5, 0, 9], 7)  # to loads of 6, 6 and 9
     [1, 6, 0]
     """

@@ -1,4 +1,4 @@
-"""Applies a change between two steps on every rank, and hands over between strategies.
+"""Applies a change between two steps on every rank and hands over between strategies.
 
 Leaving a strategy brings every rank to the canonical state, where the next one begins. So S strategies need 2 S
 adapters, not S squared. Afterwards all ranks compare a hash of the parameters.

@@ -98,7 +98,7 @@ class PolicyRunner:
             run.queue.plan_event(self._next)
 
     def kept(self) -> dict[str, Any]:
-        """Returns state for a checkpoint, without `made`, which is equal on all ranks."""
+        """Returns state for a checkpoint without `made`, which is equal on all ranks."""
         return {name: getattr(self, name) for name in SAVED_ATTRIBUTES} | {"next": self._next and self._next.at_step}
 
     def restore_state(self, kept: dict[str, Any], made: list[Change]) -> None:
@@ -168,7 +168,7 @@ class PolicyRunner:
         self.steps, self._noted = 0, {}
 
     async def run_tick(self, look: PolicyTick) -> bool:
-        """Asks the policy and makes its decisions, on all ranks. Returns whether a change was made.
+        """Asks the policy and makes its decisions on all ranks. Returns whether a change was made.
 
         Does nothing if an earlier change here has paused or replaced the policy.
         """

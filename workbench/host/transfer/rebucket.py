@@ -1,8 +1,8 @@
 """Cuts new buckets. State in shards of the old ones stays sharded: no rank gathers the whole model.
 
 If parameters are sharded, each new bucket takes one `move_state`. A rank frees an old bucket's shard when all of it has
-moved, so it holds its own shards plus those of a few buckets. With offload, a rank fetches an old shard when its first
-parameter moves, and offloads a new shard at once.
+moved, so it holds its own shards plus those of a few buckets. With offload a rank fetches an old shard when its first
+parameter moves. It offloads a new shard at once.
 """
 
 from __future__ import annotations
