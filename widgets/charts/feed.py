@@ -58,7 +58,6 @@ class Feed:
         return content, buffers
 
     def _collect_patches(self) -> tuple[dict[str, Patch], str]:
-        """Returns each view's patch and the failures."""
         patches, trouble = {}, []
         for view in self.views:
             try:

@@ -71,7 +71,6 @@ def _rows_under(whole: Any, thing: Any, prefix: str, level: int, settled: bool, 
 
 
 def _member_rows(whole: Any, path: str, k: Knob, level: int, turnable: bool, now: ControlState) -> list[Row]:
-    """Returns a dropdown of members. The chosen member's knobs are below it."""
     nested = level > 0
     found = list_options(cast(type, k.family), bare=nested, present=k.default)
     row = _knob_row(path, k, level, turnable, now)

@@ -197,7 +197,6 @@ def _list_members(name: str) -> dict[str, Any]:
 
 
 def _present_link(run: Any) -> dict[str, float]:
-    """Returns the initial link with every change since."""
     fabric = run.settings.get("fabric", {}).get("Fabric", {})
     link = {"bandwidth": 0.0, "latency": 0.0, **fabric.get("link", {}).get("Link", {})}
     for path, value in [one for change in run.changes for one in change.settings.items()]:

@@ -1,6 +1,6 @@
 """The contract of a view, which is a chart or a text about a run.
 
-A view draws what `workbench.analysis` computes or what the record holds. It describes its figure once, then returns
+A view draws results of `workbench.analysis` or rows of the record. It describes its figure once, then returns
 only new data. To add a view, add a file to this folder.
 """
 
@@ -56,7 +56,7 @@ class View(ABC):
     """A chart or a text. An instance follows one run for one board, from the run's first row.
 
     name:   short name; the page marks the chart with data-view=name
-    title:  heading; about: what the chart shows, for readers who cannot see it
+    title:  heading. about: the chart in words, for readers who cannot see it
     empty:  the text before the first data
     order:  place on the board; width: its share of 12 columns (wide board, narrow board)
     axes:   plotly axis ("x", "x2") -> "step" or "t", for axes that show the marks of changes

@@ -1,4 +1,4 @@
-"""What compression saves and costs now, as a sentence and a small table."""
+"""The present savings and costs of compression, as a sentence and a small table."""
 
 from __future__ import annotations
 
@@ -69,7 +69,6 @@ def _make_page(run: Any) -> str:
 
 
 def _make_rows(what: Compression, found: BreakEven, every: int) -> list[tuple[str, str, str]]:
-    """Returns rows of (quantity, value, remark)."""
     sizes = f"{_format_size(what.sent)} sent instead of {_format_size(what.dense)} (fp32), per exchange and rank"
     ratio = ("effective ratio", f"{what.ratio:.3g} &times;", sizes) if what.ratio == what.ratio else None
     beside = f"{format_seconds(found.beside)} of it behind compute" if found.beside > 1e-4 else ""

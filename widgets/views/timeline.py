@@ -175,7 +175,6 @@ def _find_rows(rows: Rows, first: int, last: int, tail: int | None) -> tuple[Row
 
 
 def _is_dense(run: Any, rows: Rows) -> np.ndarray:
-    """Returns a mask of steps without compression."""
     out = np.zeros(len(rows), bool)
     for s in list_stretches(run):
         if not s.compressor:

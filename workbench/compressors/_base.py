@@ -57,7 +57,7 @@ class Compressor(Family):
                  and bytes are estimates
     assumes:     the assumption that replaces the values with sizes only, as text; "" if none
     alike:       whether all ranks send and receive alike, so that one may represent thousands
-    residual:    the buffer of its Memory with what it has not sent yet; "" if it has none
+    residual:    the buffer of its Memory for the unsent part; "" if it has none
     kind:        one of `kinds`, which group a list of compressors. "wrappers" hold another compressor
     drops:       parts of its Memory that restart when ranks hold another part of the model (see `own`)
     starter:     one of the few to begin with: well known, and good on its own

@@ -65,7 +65,6 @@ def feeds(compressor: Compressor) -> bool:
 
 
 def _left(memory: Memory, bucket: Bucket, like: Tensor) -> Tensor:
-    """Returns the part of `bucket` that this rank has not sent: (n,)."""
     return left_of(memory, bucket, like) if ErrorFeedback.residual in memory.buffers else torch.zeros_like(like)
 
 

@@ -49,7 +49,6 @@ def gathered_parts(bucket: Bucket, parts: Sequence[Part]) -> Bucket:
 
 
 def _put_back(x: Tensor, parts: Sequence[Part], values: Tensor) -> None:
-    """Writes the joined values of `parts` to their places in `x`."""
     at = 0
     for part in parts:
         x[part.start : part.stop] = values[at : (at := at + part.stop - part.start)]

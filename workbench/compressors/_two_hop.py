@@ -96,13 +96,11 @@ class Coded(Compressor):
         return torch.cat([x, end.expand(rest)]).view(size, blocks, -1)
 
     def _message(self, x: Tensor, memory: Memory) -> Tensor:
-        """Packs `(rows, blocks, n)` into `(rows, bytes)` uint8."""
         codes, scales = self.quantise(x, memory)
         rows = len(x)
         return torch.cat([scales.reshape(rows, -1).view(torch.uint8), packed(codes.view(rows, -1), self.width)], 1)
 
     def _opened(self, message: Tensor, like: Tensor, memory: Memory) -> Tensor:
-        """Opens `(rows, bytes)` uint8 into `(rows, blocks, n)` float32."""
         _, blocks, n = like.shape
         head = 4 * blocks * self.scalars
         scales = message[:, :head].reshape(-1).clone().view(torch.float32).view(len(message), blocks, -1)

@@ -132,7 +132,6 @@ def _largest(x: Tensor, density: float, sample: float, generator: Generator | No
 
 
 def _clip(bucket: Bucket, longest: float) -> None:
-    """Shortens each parameter's gradient to at most this norm."""
     for part in bucket.parts:
         piece = bucket.data[part.start : part.stop]
         piece.mul_((longest / piece.norm()).clamp_(max=1.0))

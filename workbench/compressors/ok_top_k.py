@@ -278,7 +278,6 @@ def _joined(rows: list[Tensor], dtype: torch.dtype) -> _Pairs:
 
 
 def _wide(lengths: Lengths, like: Tensor) -> Lengths:
-    """Pairs as bytes."""
     return tuple(tuple(n * (4 + like.element_size()) for n in row) for row in lengths)
 
 

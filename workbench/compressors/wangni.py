@@ -142,7 +142,6 @@ def _ratio(a: float, b: float) -> float:
 
 @outlined(lambda out, *_: out)
 def _add(out: Tensor, data: Tensor, kind: torch.dtype) -> Tensor:
-    """Adds a message with values in `kind` to (n,)."""
     u, count = data[:4].clone().view(torch.float32), int(data[4:8].clone().view(torch.int32))
     whole = count * (4 + kind.itemsize)
     pairs, data = data[8:].split([whole, data.numel() - 8 - whole])

@@ -38,5 +38,4 @@ def _encoded(rows: Tensor, coder: Coder) -> list[Tensor]:
 
 @outlined(lambda every, coder, like: like.new_empty(len(every[0]) * like.numel()))
 def _decoded(every: list[Tensor], coder: Coder, like: Tensor) -> Tensor:
-    """Returns all decoded payloads, concatenated: `(rows * n,)`."""
     return torch.cat([coder.decode(one, like) for one in zip(*every, strict=True)])

@@ -48,7 +48,6 @@ def _tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def _with(batch: Any, tensors: Iterator[Tensor]) -> Any:
-    """Returns the same batch with other tensors."""
     if isinstance(batch, Tensor):
         return next(tensors)
     if isinstance(batch, dict):

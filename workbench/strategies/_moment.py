@@ -75,7 +75,6 @@ class MomentExchange(Strategy):
         await rank.update(by=partial(self._move, await rank.params(), rank.lr, state))
 
     def _move(self, params: list[Bucket], lr: float, state: Moments) -> None:
-        """Makes one step by the moments."""
         for bucket in params:
             m, v = state.of(bucket)
             bucket.data.mul_(1 - lr * self.weight_decay)

@@ -143,7 +143,6 @@ async def clip_shards(rank: Rank, shards: list[Bucket], longest: float) -> None:
 
 
 def _filled(x: Tensor, n: int) -> Tensor:
-    """Returns `x` padded with zeros to `(n,)`."""
     return x if x.numel() == n else pad(x, (0, n - x.numel()))
 
 

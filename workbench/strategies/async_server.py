@@ -155,7 +155,6 @@ class AsyncServer(Strategy):
             waiting = []
 
     def _move(self, memory: Memory, buckets: list[Bucket]) -> None:
-        """Makes one step of the server's optimizer with the pushes."""
         for bucket in buckets:
             move = pushed = memory.flat("pushed", bucket)
             if self.server_momentum:

@@ -95,7 +95,6 @@ class ByteScheduler(Strategy):
                 yield piece
 
     async def _land(self, rank: Rank, state: Flying, bucket: Bucket) -> None:
-        """Waits for all exchanges of a bucket, and updates the bucket."""
         if bucket.index in state:
             for handle in state.pop(bucket.index):
                 await rank.wait(handle)

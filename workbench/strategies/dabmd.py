@@ -119,7 +119,6 @@ class DABMD(Strategy):
             await self._descend(rank)
 
     async def _descend(self, rank: Rank) -> None:
-        """Makes this rank's own step from the current parameters."""
         if self.mirror == "entropic":
             await rank.update(by=partial(_multiply, await rank.params(), await rank.grads(), rank.lr))
         else:

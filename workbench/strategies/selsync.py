@@ -122,7 +122,6 @@ class SelSync(Strategy):
 
     @outlined(lambda self, state, grads: None)  # sizes only: there are no values
     def _look(self, state: _State, grads: list[Bucket]) -> None:
-        """Records the norms of one more gradient."""
         parts = [as_real(b.data[p.start : p.stop]) for b in grads for p in b.parts]
         each = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in parts]
         state.norms.append(float(torch.stack(each).sum()))

@@ -130,7 +130,6 @@ class StreamingDiLoCo(Strategy):
             await self._land(rank, state, index)
 
     async def _launch(self, rank: Rank, state: _State, index: int) -> None:
-        """Starts the exchange of a fragment's displacement."""
         bucket = (await self._fragment(rank, index)).bucket
         moved = bucket.data.sub_(state.memory.flat("anchor", bucket))
         handle = await rank.start(_mean(rank, moved, self.bits, f"fragment {index}"), name=f"fragment {index}")

@@ -77,7 +77,6 @@ class ZeROOffload(ZeRO2):
             await self._arrive(rank, state)
 
     async def _send(self, rank: Rank, state: _State) -> None:
-        """Moves this rank's shards to the host."""
         state.shards = [bucket.shard(rank.index, rank.size) for bucket in await rank.params()]
         for shard in state.shards:
             await rank.offload(shard, "parameters", "host")

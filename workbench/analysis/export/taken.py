@@ -186,7 +186,6 @@ def _name_collective(e: Event, gpu: bool) -> str:
 
 
 def _read_nbytes(e: Event) -> int:
-    """Bytes of the input tensor or the copy, or 0."""
     count, item = e.args.get("In msg nelems"), _ITEM.get(str(e.args.get("dtype")).lower(), 0)
     said = e.args.get("bytes") if count is None else count
     if isinstance(said, bool) or not isinstance(said, int) or not 0 <= said < 2**48:

@@ -112,7 +112,6 @@ def why_unjudged(tl: Timeline, last: int = LAST_STEPS) -> str:
 
 
 def _steps_of(tl: Timeline, last: int) -> tuple[Window, np.ndarray]:
-    """The steps for `find_causes`, and their mask."""
     first, stop = last_steps(tl, last)
     w = Window(tl, max(first, since_change(tl, 0, stop)) - 1, stop)  # includes the step before, for its end
     return w, w.complete & (w.steps > max(w.first, _first_step(tl)))

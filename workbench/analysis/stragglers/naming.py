@@ -14,7 +14,7 @@ COMPUTE = ("forward", "backward", "update")
 STEADY = (*COMPUTE, "outside its phases")  # in every step
 MEETING = ("codec", "link")  # only when ranks meet
 WHOLE = "compute"
-ALIKE = (0.4, 2.5)  # limits of a phase's slowdown over all compute's, for all compute to be slow
+ALIKE = (0.4, 2.5)  # all compute is slow if every phase's slowdown over the total's is within these limits
 MIN_COMPUTE_SHARE = 0.02  # of all compute: shorter phases are not compared
 ALSO_NAMED_SHARE = 0.4  # of the longest excess, above which phases are also reported
 

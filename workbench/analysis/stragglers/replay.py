@@ -163,7 +163,6 @@ def _number_places(at: np.ndarray) -> np.ndarray:
 
 
 def _stack_values(values: np.ndarray, at: np.ndarray, place: np.ndarray) -> Stack:
-    """Arranges `(collectives, p)` as `(meetings, most collectives, p)`, padded with NaN."""
     out = np.full((int(at.max()) + 1, int(place.max()) + 1, values.shape[1]), np.nan)
     out[at, place] = values
     return out

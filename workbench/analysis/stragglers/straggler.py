@@ -116,7 +116,6 @@ def why_silent(tl: Timeline) -> str:
 
 
 def _periodic_facts(w: Window, last: int) -> _StragglerFacts:
-    """From the newest rounds, at least one."""
     met, cost = blame_ranks(w, lined_up(w))
     size = np.diff(np.concatenate([[w.first - 1], met]))
     recent = met >= w.stop - last
