@@ -15,7 +15,7 @@ class BackgroundRounds:
         self.host = host
         self.is_idle = False  # whether the step waits for a meeting
         self._steps = 0  # steps so far
-        self._seen = 0  # steps that the background has seen
+        self._seen = 0  # by the background
         self._until = 0.0  # the end of the rest that the background requested
         self._alone = False  # whether the background involves only this rank
         self._group: Group | None = None  # None: all ranks
@@ -47,7 +47,7 @@ class BackgroundRounds:
 
     @property
     def newest_step(self) -> int:
-        """The last step's number; 1 before the first step."""
+        """1 before the first step."""
         return max(self.host.rank.step, 1)
 
     @property

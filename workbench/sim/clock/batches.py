@@ -14,7 +14,7 @@ from workbench.sim.clock.fiber import Fiber
 
 
 class BatchPerformer:
-    """Draws batches. body: the rank's tensors or sizes"""
+    """body: the rank's tensors or sizes"""
 
     def __init__(self, body: Any) -> None:
         self._body = body
@@ -24,9 +24,9 @@ class BatchPerformer:
 
 
 class BatchOutline:
-    """The part of RankSizes that stands for batches, which have no contents here."""
+    """RankSizes' batches, which have no contents."""
 
-    examples: Callable[[], int] = int  # examples per batch; the session sets it
+    examples: Callable[[], int] = int  # per batch; the session sets it
     taken_batches = 0  # batches so far
     whole: Any
 
@@ -41,7 +41,7 @@ class BatchOutline:
         return int(self.whole.passes.count_batch_bytes(batch))
 
     def use_client(self, index: int, count: int) -> None:
-        """Does nothing: no example exists here."""
+        """No example exists here."""
 
     def draw_ahead(self) -> None:
         """Draws nothing."""

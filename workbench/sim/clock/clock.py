@@ -26,12 +26,12 @@ class VirtualClock:
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now
-        self._times: list[float] = []  # a heap without duplicates, because thousands of ranks are due at one time
+        self._times: list[float] = []  # a heap without duplicates: thousands of ranks are due at one time
         self._due: dict[float, list[tuple[Resumable, Any]]] = {}  # by time
         self._aside: dict[float, int] = {}  # by time: how many of these events do not keep the clock running
 
     def resume_at(self, t: float, what: Resumable, value: Any = None) -> None:
-        """Resumes `what` with `value` at time `t`, now or later."""
+        """t: now or later"""
         due = self._due.get(t)
         if due is not None:
             due.append((what, value))
@@ -40,7 +40,7 @@ class VirtualClock:
             heappush(self._times, t)
 
     def resume_if_reached(self, t: float, what: Resumable) -> None:
-        """Resumes `what` at time `t` if the clock gets there. This event does not keep the clock running."""
+        """This event does not keep the clock running."""
         self._aside[t] = self._aside.get(t, 0) + 1
         self.resume_at(t, what)
 
@@ -50,7 +50,7 @@ class VirtualClock:
         return any(len(self._due[t]) > self._aside.get(t, 0) for t in self._times)
 
     def run_events(self, at_once: int = 1_000_000) -> bool:
-        """Runs all events. Returns False if more than `at_once` events are due at one time."""
+        """Returns False if more than `at_once` events are due at one time."""
         times, every = self._times, self._due
         while times and (not self._aside or self._has_events()):
             self.now = now = heappop(times)
@@ -59,7 +59,7 @@ class VirtualClock:
                 if happened >= at_once:
                     heappush(times, now)
                     return False
-                every[now] = []  # new events of this time happen after the due ones
+                every[now] = []  # new events of this time come after the due ones
                 for what, value in due:
                     what.resume(value)
                 happened += len(due)

@@ -61,7 +61,7 @@ class Collective:
         self.asked, self.t0, self.steps = [0.0] * here, [0.0] * here, [0] * here
 
     def add_rank(self, fiber: Fiber, op: Op) -> None:
-        """Adds a rank. Raises Mismatch if its request differs from the first rank's."""
+        """Raises Mismatch if the rank's request differs from the first rank's."""
         x = op.args[0]
         fiber.host.memory_account.buffers.note_request(fiber, op)
         if op.verb != self.op.verb or (x is not self.x and _measure_op_size(op) != self.size):
@@ -88,7 +88,7 @@ class Collective:
             world.record.add_block("port", self.name, self.steps, begins, begins, own, 0, ranks)
         sent: Any = load.sent
         if self.op.verb == "all_to_allv":
-            lengths = np.array(self.size)  # all ranks at once, because rank by rank costs p^3
+            lengths = np.array(self.size)  # all ranks at once: rank by rank costs p^3
             sent = (lengths.sum(1) - lengths.diagonal())[self._list_positions()] * self.x[0].element_size()
         world.record.add_block(lane, self.name, self.steps, asked, t0, end, sent, ranks)
         for r, nbytes in zip(self.here, iterate_numbers(sent), strict=False):
@@ -96,7 +96,7 @@ class Collective:
         world.clock.resume_at(end, self)
 
     def resume(self, _: Any) -> None:
-        """Ends the collective and resumes every rank, unless a rank was missed in between."""
+        """Resumes every rank, unless a rank was missed in between."""
         if self.world.missed:
             return
         results = self._compute_results()

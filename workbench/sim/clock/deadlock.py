@@ -9,8 +9,8 @@ from typing import Any
 from workbench.rank import Op
 from workbench.sim.clock.fiber import Fiber
 
-MAX_LISTED_RANKS = 8  # ranks that are listed one by one
-OBSERVED_EVENTS = 1_000  # events that run to find out which requests repeat
+MAX_LISTED_RANKS = 8  # listed one by one
+OBSERVED_EVENTS = 1_000  # to find out which requests repeat
 
 
 class Deadlock(RuntimeError):
@@ -18,7 +18,7 @@ class Deadlock(RuntimeError):
 
 
 def explain_deadlock(world: Any) -> str:
-    """Returns the ranks' waits as lines of text."""
+    """Returns a line of text for each wait."""
     lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
     for lane, meetings in world.open.items():
         for meeting in meetings.values():
@@ -59,7 +59,7 @@ def _describe_others(world: Any) -> list[str]:
 
 
 def explain_standstill(world: Any) -> str:
-    """Returns the requests that repeat while time stands still. Runs OBSERVED_EVENTS more events to count them."""
+    """Runs OBSERVED_EVENTS more events to count the requests that repeat while time stands still."""
     asked: Counter[str] = Counter()
 
     def noting(verb: str, do: Callable[[Fiber, Op], Any]) -> Callable[[Fiber, Op], Any]:
@@ -78,7 +78,7 @@ def explain_standstill(world: Any) -> str:
 
 
 def explain_endless_loop(fiber: Fiber, op: Op) -> str:
-    """Explains a fiber's endless loop."""
+    """Returns the fiber's repeated request, and a remedy."""
     return (
         f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_name_fiber(fiber)}: "
         f"{op.verb} {_name_op(op)}".rstrip()

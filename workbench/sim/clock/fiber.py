@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 PARKED = object()  # a verb's answer: the fiber goes on later
 PASS_OVER = object()  # a verb's answer: the loop over buckets is over
 _PERFORM = object()
-MAX_CHOSEN = 32  # children that rank 0 chooses at a time, at most; as on the engine
-MAX_INSTANT_ANSWERS = 1_000_000  # answers in a row without time passing that count as an endless loop
+MAX_CHOSEN = 32  # by rank 0 at a time, at most; as on the engine
+MAX_INSTANT_ANSWERS = 1_000_000  # without time passing: an endless loop
 
 
 class MeetingView(Protocol):
@@ -39,7 +39,7 @@ class MeetingView(Protocol):
 
 
 class WorldView(Protocol):
-    """The part of the simulated world that fibers and lanes use. open: collectives under way, by lane"""
+    """The simulated world of fibers and lanes. open: collectives under way, by lane"""
 
     @property
     def ports(self) -> Ports: ...
@@ -79,7 +79,7 @@ class RankState(Protocol):
 
 
 class HostView(RankState, Protocol):
-    """The part of a rank's host that its fibers use. ended: takes a fiber that has ended"""
+    """A rank's host, as its fibers see it. ended: takes a fiber that has ended"""
 
     @property
     def world(self) -> WorldView: ...
@@ -89,7 +89,7 @@ class HostView(RankState, Protocol):
     def ended(self) -> Callable[[Fiber], None]: ...
 
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
-        """Records a span of this rank. step: -1 for the present step"""
+        """step: -1 for the present step"""
 
     def note(self, name: str, value: float) -> None: ...
 
@@ -126,7 +126,7 @@ class Fiber:
         self.value: Any = None
         self.waiter: Fiber | None = None
         self.since = 0.0  # when the waiter began to wait
-        self.on: Any = None  # the object of its wait, to explain a deadlock
+        self.on: Any = None  # its wait, to explain a deadlock
         self.passing: Any = None  # the pass over buckets that it iterates
 
     def resume(self, value: Any) -> None:
@@ -150,12 +150,12 @@ class Fiber:
         self.end(value)
 
     def _leave_loop(self) -> Op:
-        """Ends the coroutine's loop over buckets. Returns its next request."""
+        """Ends the loop over buckets. Returns the coroutine's next request."""
         self.host.usage.note_handed_out(self.host.rank.step)
         return self.coro.throw(StopAsyncIteration())
 
     def note_place(self, error: BaseException) -> None:
-        """Adds a note to an error, once: where the error happened."""
+        """Adds to an error, once, where it happened."""
         if not getattr(error, "__notes__", None):
             rank, now = self.host.rank, self.host.clock.now
             error.add_note(f"on virtual rank {rank.id} in step {rank.step}, {self.name}, at {now:.6f} s")
@@ -245,7 +245,7 @@ class CodedChildFiber(ChildFiber):
 
 
 class _TimedAnswer:
-    """Calls a function with a value at a set time."""
+    """Calls a function at a set time."""
 
     __slots__ = ("call", "value")
 
@@ -260,7 +260,7 @@ class Lane:
     """A lane of one rank.
 
     Children run in the order of their start, but consecutive children with priorities may overtake each other. Rank 0
-    decides their order for every rank, so ranks agree even if their children start at different times.
+    decides this order for all ranks, because their children start at different times.
     """
 
     __slots__ = ("begun", "busy", "host", "met", "name", "open", "order", "queue", "started")
@@ -302,14 +302,14 @@ class Lane:
         child.resume(None)
 
     def reset_counts(self) -> None:
-        """Resets the counts of children. All ranks call it together, with no child waiting."""
+        """All ranks call it together, with no child waiting."""
         self.started = self.begun = 0
         if not self.host.index:
             self.order.forget_choices()
 
     @property
     def name_suffix(self) -> str:
-        """Distinguishes this lane's all-reduce messages from the first lane's; "" on the first lane."""
+        """Distinguishes this lane's all-reduce messages from the first lane's."""
         return "" if self.name == "comm" else f" on {self.name}".rstrip()
 
     def list_unfinished(self) -> list[ChildFiber]:
@@ -325,7 +325,7 @@ class ChildOrder:
         self._asking = False
 
     def next_child(self, lane: Lane) -> ChildFiber | None:
-        """Returns the child of a lane that may begin; None if the order is unknown or the child has not started."""
+        """Returns the child that may begin; None if the order is unknown or the child has not started."""
         number = self._chosen.get(lane.begun)
         if number is None:
             if not lane.host.index and not self._asking:
@@ -337,7 +337,7 @@ class ChildOrder:
         self._chosen.clear()
 
     def _choose_children(self, lane: Lane) -> None:
-        """Chooses queued children on rank 0 until their shares add up to 1. Ranks follow after `flag_seconds`."""
+        """On rank 0, of queued children, until their shares add up to 1. Ranks follow after `flag_seconds`."""
         free = list(takewhile(lambda child: child.priority > 0, lane.queue))
         found: list[int] = []
         share = 0.0

@@ -17,7 +17,7 @@ from workbench.fabric.load import choke, comes, leaves, message_seconds, port_se
 from workbench.rank import Group
 from workbench.sim.costs.costs import Costs
 
-MIN_FLAG_SECONDS = 1e-5  # minimum seconds to agree on one flag; with 0 an idle background would not end
+MIN_FLAG_SECONDS = 1e-5  # to agree on one flag; with 0 an idle background would not end
 
 
 class Ports:
@@ -34,7 +34,7 @@ class Ports:
     def price_collective(
         self, now: float, fabric: Fabric, load: Load, number: int, group: Group | None, ranks: Sequence[int]
     ) -> tuple[float, np.ndarray | float, float]:
-        """Prices the `number`-th collective of a lane at its last arrival: (begin, each port's end, end for all).
+        """Returns the `number`-th collective of a lane at its last arrival: (begin, each port's end, end for all).
 
         ranks: the simulated ranks of the group
         """
@@ -64,7 +64,7 @@ class Ports:
     def price_message(
         self, now: float, fabric: Fabric, source: int, to: int, nbytes: int
     ) -> tuple[float, float, float]:
-        """Prices a message: times when it (begins to leave, has left, has arrived)."""
+        """Returns when the message (begins to leave, has left, has arrived)."""
         if source == to:
             return now, now, now
         self._messages[source] += 1
@@ -83,7 +83,7 @@ class Ports:
         return began, left, come
 
     def _message_seconds(self, link: Link, fabric: Fabric, nbytes: int) -> float:
-        """Returns seconds on an unshaped Link: as measured for messages, or a collective's price."""
+        """On an unshaped Link: as measured for messages, or a collective's price."""
         if self.costs is not None and any(self.costs.post):
             return self.costs.post.compute_seconds(nbytes, 1)
         return self._price(link, fabric.shared, even("send", nbytes, self.size))
@@ -92,7 +92,7 @@ class Ports:
         return fabric.path(range(self.size) if group is None else group.ranks)
 
     def flag_seconds(self) -> float:
-        """Returns the seconds to agree on one flag. Other traffic does not matter."""
+        """The seconds to agree on one flag. Other traffic does not matter."""
         return max(
             MIN_FLAG_SECONDS,
             self.costs.wire.compute_seconds(*traffic("all_reduce", 8, self.size)) if self.costs else 0.0,

@@ -1,7 +1,7 @@
-"""Records a simulated run: stores rows as numbers, and sorts them into tables by end time after the run.
+"""Records a simulated run as numbers, and sorts them into tables by end time after the run.
 
-A collective's spans are one block; other spans are rows. A span takes 46 bytes in the tables. The simulator records no
-wait of zero length, but the engine does.
+A collective's spans are one block; other spans are rows. A span takes 46 bytes in the tables. The engine records waits
+of zero length, the simulator does not.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ def iterate_numbers(numbers: float | np.ndarray) -> Iterable[Any]:
 
 
 class Record:
-    """Spans, samples and marks of a simulated run or generation."""
+    """The spans, samples and marks of a simulated run or generation."""
 
     def __init__(self, members: Sequence[int]) -> None:
         """members: by place, each rank's number in the record"""
-        self._code: dict[str, int] = {}  # codes of lanes and span names
-        self._named: dict[str, int] = {}  # codes of sample names
-        self._single = bytearray()  # spans one after the other, a number per column
+        self._code: dict[str, int] = {}  # of lanes and span names
+        self._named: dict[str, int] = {}  # of sample names
+        self._single = bytearray()  # spans, a number per column
         self._blocks: list[tuple[int, int, Sequence[int], Numbers, Numbers, np.ndarray | float, Any]] = []
-        self._samples = bytearray()  # the same
+        self._samples = bytearray()  # as above
         self._marks: list[tuple[int, int, str, float, str]] = []
         self._ranks = np.array(members, dtype="i2")
 
@@ -66,7 +66,7 @@ class Record:
         nbytes: float | np.ndarray,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Records one span on every rank, or on each of `ranks`: steps, asked, t0: (p,); t1: (p,) or one for all."""
+        """Records one span on every rank, or on each of `ranks`. steps, asked, t0: (p,); t1: (p,) or one for all"""
         if ranks is None:
             return self._blocks.append((self.encode_text(lane), self.encode_text(name), steps, asked, t0, t1, nbytes))
         for rank, step, since, begun, end, n in zip(
@@ -82,7 +82,7 @@ class Record:
 
     @staticmethod
     def make_timeline(records: Sequence[Record]) -> Timeline:
-        """Returns the tables of consecutive generations. Call it once, because it frees the rows."""
+        """Returns the tables of consecutive generations, and frees the rows."""
         out = Timeline()
         for record in records:
             record._write_rows(out)

@@ -1,4 +1,4 @@
-"""State that collectives and messages use."""
+"""The state of a simulated world that collectives and messages use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from workbench.sim.costs.costs import Costs
 class WorldState:
     """The clock, the ports and the record of `size` ranks.
 
-    first: number of simulated ranks, 0: all; missed: whether ranks know of a crash
+    first: simulated ranks, 0: all; missed: whether ranks know of a crash
     """
 
     def __init__(
