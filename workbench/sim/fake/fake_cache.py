@@ -1,7 +1,7 @@
 """The shortcut of `shape_cache.py` for torch's FakeTensors on a CPU.
 
 torch recomputes a result at each call in 60 to 400 us. A plan needs 100,000 results. This cache also remembers views,
-because the memory kept for a backward depends on shared storage.
+because shared storage decides how much memory a backward keeps.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _DEVICE = torch.ops.prim.device.default
 _TENSORS = ("Tensor", "List[Tensor]")
 _NEW, _VIEW, _SELF = 0, 1, 2  # new storage; the first argument's storage; the first argument itself
 _made: dict[Any, tuple[type | None, list[tuple[Any, ...]]]] = {}  # by operation and sizes: (sequence type, results)
-_never: set[Any] = set()  # operations with other results
+_never: set[Any] = set()  # with other results
 
 
 class FakeCacheMode(TorchDispatchMode):
-    """A mode in which torch computes results on plain CPU FakeTensors once per combination of sizes."""
+    """torch computes results on plain CPU FakeTensors once per combination of sizes."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -52,7 +52,7 @@ class FakeCacheMode(TorchDispatchMode):
 
 
 def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns an operation's key. None: it changes an argument, or one is not plain."""
+    """Returns None if the operation changes an argument, or an argument is not plain."""
     telling = _list_telling_arguments(func)
     if telling is None or not args or type(args[0]) is not FakeTensor:
         return None
@@ -80,7 +80,7 @@ def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
 
 @cache
 def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
-    """Returns by argument whether its number can affect a shape; None for operations with other results or effects."""
+    """By argument: whether its number can affect a shape. None for operations with other results or effects."""
     schema = func._schema
     if schema.is_mutable or not schema.returns or any(str(x.type) not in _TENSORS for x in schema.returns):
         return None
@@ -88,7 +88,7 @@ def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
 
 
 def _describe_result(made: Any, args: Any) -> tuple[type | None, list[tuple[Any, ...]]] | None:
-    """Returns a description; None if it would be incomplete."""
+    """Returns None if the description would be incomplete."""
     kind, others = (
         type(made) if type(made) in (list, tuple) else None,
         {_storage_id(x) for x in args[1:] if _is_fake(x)},

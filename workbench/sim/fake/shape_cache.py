@@ -42,7 +42,7 @@ _kinds: dict[Any, tuple[bool, ...] | None] = {}  # by operation: which arguments
 
 
 class ShapeCacheMode(TorchDispatchMode):
-    """A mode with the shortcut for plain operations on plain meta tensors."""
+    """The shortcut for plain operations on plain meta tensors."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -77,7 +77,7 @@ class ShapeCacheMode(TorchDispatchMode):
 
 
 def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns an operation's key; None if the result cannot be remembered."""
+    """Returns None if the result cannot be remembered."""
     if func not in _kinds:
         _kinds[func] = _list_telling_arguments(func)
     telling = _kinds[func]
@@ -108,7 +108,7 @@ def _make_operation_key(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _list_telling_arguments(func: Any) -> tuple[bool, ...] | None:
-    """Returns by argument whether its number can affect a shape. None: some results are not new tensors."""
+    """By argument: whether its number can affect a shape. None if some results are not new tensors."""
     schema = func._schema
     fresh = all(each.alias_info is None and str(each.type) == "Tensor" for each in schema.returns)
     if schema.is_mutable or not fresh or not schema.returns:
@@ -128,7 +128,7 @@ def _describe_result(made: Any, args: Any) -> tuple[Any, ...] | None:
 
 
 def _are_alike(args: Sequence[Any]) -> bool:
-    """Returns whether arguments are floating-point tensors of one shape and dtype, or numbers after the first."""
+    """Whether arguments are floating-point tensors of one shape and dtype, or numbers after the first."""
     first = args[0]
     if type(first) is not Tensor or not first.is_meta or not first.is_floating_point():
         return False
@@ -142,7 +142,7 @@ def _are_alike(args: Sequence[Any]) -> bool:
 
 
 def _joined_length(parts: Sequence[Tensor]) -> int:
-    """Returns the length of joined vectors of one dtype; -1 for other arguments."""
+    """Returns -1 unless the parts are vectors of one dtype."""
     dtype, length = parts[0].dtype, 0
     for x in parts:
         if type(x) is not Tensor or not x.is_meta or x.dim() != 1 or x.dtype is not dtype:

@@ -17,7 +17,7 @@ from torch import Tensor
 from workbench.rank import Bucket
 from workbench.sim.fake.tensor_kind import MAX_REMEMBERED, ShapedTensor, find_kind
 
-_CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # kinds of results: value, argument, new memory, view, sequence
+_CONST, _ARGUMENT, _NEW, _VIEW, _SEVERAL = range(5)  # of results: value, argument, new memory, view, sequence
 
 Known = tuple[Any, ...]
 
@@ -40,7 +40,7 @@ def shape_bucket(bucket: Bucket) -> Bucket:
 
 
 def _compute_result(func: Any, plain: bool, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Returns the result of `func`. plain: whether it is arithmetic, so that numbers do not affect shapes"""
+    """plain: whether `func` is arithmetic, so that numbers do not affect shapes"""
     try:
         key = (
             func,
@@ -81,7 +81,7 @@ class _UnclearArgument(Exception):
 
 
 def _argument_key(x: Any, plain: bool) -> Any:
-    """Returns an argument's key. Raises _UnclearArgument."""
+    """Raises _UnclearArgument."""
     kind = type(x)
     if kind is ShapedTensor:
         return x.kind
@@ -101,7 +101,7 @@ def _argument_key(x: Any, plain: bool) -> Any:
 
 
 def _run_torch(func: Any, args: tuple[Any, ...], kwargs: Any) -> tuple[Any, Known | None]:
-    """Lets torch run the operation. Returns its result, and the form to remember; None: run it every time."""
+    """Returns torch's result, and the form to remember; None: run it every time."""
     stands: dict[int, ShapedTensor] = {}  # by torch's tensor: the ShapedTensor that it replaced
     lies: dict[int, int] = {}  # by storage: the first argument in it
     for at, x in enumerate(args):
@@ -180,7 +180,7 @@ def _make_shaped_method(func: Callable[..., Any], plain: bool) -> Callable[..., 
 
 
 def _make_shaped_property(name: str) -> property:
-    """Returns a property. It takes the shortcut if sizes determine the attribute, otherwise torch's tensor."""
+    """The property takes the shortcut if sizes determine the attribute, otherwise torch's tensor."""
 
     def views(x: Any) -> Any:
         return getattr(x, name)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class TensorKind:
-    """The properties of a `ShapedTensor` except its memory. Equal tensors share one remembered object."""
+    """The properties of a `ShapedTensor` except its memory. Equal tensors share one object."""
 
     __slots__ = ("dtype", "nbytes", "numel", "offset", "shape", "strides", "width")
 
@@ -22,7 +22,7 @@ class TensorKind:
         self.nbytes = reach * self.width  # of the memory of a tensor that is not a view
 
 
-MAX_REMEMBERED = 50_000  # remembered kinds, and remembered operations on them
+MAX_REMEMBERED = 50_000  # kinds, and operations on them
 _kinds: dict[Any, TensorKind] = {}
 
 
