@@ -17,7 +17,7 @@ from workbench.record.timeline import Timeline
 class RecordedRound(NamedTuple):
     """A background's request to continue."""
 
-    steps: int  # the rank's steps before it
+    steps: int  # of the rank before it
     again: bool  # the answer
 
 
@@ -38,22 +38,22 @@ class ChanceReplay:
                 self._senders.setdefault((rank, name[5:]), deque()).append(int(rows.value[i]))
 
     def next_sender(self, rank: int, kind: str) -> int | None:
-        """Returns the recorded sender of the next message of `kind` to `rank`; None after the record."""
+        """Returns the sender of the next message of `kind` to `rank`; None after the record."""
         senders = self._senders.get((rank, kind))
         return senders.popleft() if senders else None
 
     def return_sender(self, rank: int, kind: str, sender: int) -> None:
-        """Puts an unused sender back for the next request of `rank`."""
+        """For the next request of `rank`."""
         self._senders[rank, kind].appendleft(sender)
 
     def peek_round(self, rank: int) -> RecordedRound | None:
-        """Returns the next recorded round; None after the record."""
+        """None after the record."""
         return self._rounds[rank][0] if self._rounds[rank] else None
 
     def next_answer(self, rank: int) -> int | None:
-        """Returns the recorded answer in the next round (a step, or 0), and advances by one round.
+        """Returns the next round's answer (a step, or 0), and advances; None after the record.
 
-        None after the record. The last round only shows that the recorded run ended, so a longer run ignores it.
+        The last round only shows that the recorded run ended, so a longer run ignores it.
         """
         if not self._rounds[rank]:
             return None

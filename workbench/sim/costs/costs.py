@@ -100,8 +100,8 @@ class Costs:
     def even(self, ranks: int) -> Costs:
         """Returns costs with all ranks as fast as the slowest of `ranks` is expected to be in a step.
 
-        Each rank's step is modelled as an independent normal number with the rank's own mean and spread. The result is
-        correct if all ranks meet in each step, and too slow if they meet less often.
+        Each rank's step is an independent normal number with the rank's own mean and spread. The result is correct if
+        all ranks meet in each step, and too slow if they meet less often.
         """
         kinds = math.lcm(*(len(getattr(self, p)) for p in PHASES))
         each = [[getattr(self, p)[r % len(getattr(self, p))] for p in PHASES] for r in range(min(kinds, ranks))]

@@ -1,8 +1,8 @@
 """Decides whether one replica's ranks may stand for all replicas.
 
 Replicas act in unison if they compute alike over equal links and meet only in collectives. Then only the first
-replica's ranks are simulated, in groups of full size. All its ranks are needed, because slices of a stage own different
-shared parameters (`TensorSplit.owners`) and so exchange different bytes.
+replica's ranks are simulated, in groups of full size. All its ranks are needed: slices of a stage own different shared
+parameters (`TensorSplit.owners`), so they exchange different bytes.
 """
 
 from __future__ import annotations

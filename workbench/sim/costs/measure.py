@@ -20,14 +20,14 @@ from workbench.sim.costs.measure_codecs import By, measure_slowdown, price_codec
 from workbench.sim.costs.measure_own import price_coders, price_flops, price_requests
 from workbench.sim.costs.prices import solve_not_negative
 
-UNTYPICAL_STEPS = 2  # untypical steps at the beginning and after a change
-OUTLAST_FACTOR = 3.0  # factor over the Link's time from which a transfer counts as longer
-MIN_COLLECTIVES = 20  # collectives with longer transfers for an estimate, at least
-MAX_STEPS = 200  # steps per median; more only cost time
+UNTYPICAL_STEPS = 2  # at the beginning and after a change
+OUTLAST_FACTOR = 3.0  # a transfer that takes this many times the Link's time counts as longer
+MIN_COLLECTIVES = 20  # with longer transfers for an estimate, at least
+MAX_STEPS = 200  # per median; more only cost time
 
 
 def measure_costs(run: Run) -> dict[str, Any]:
-    """Returns the fields. Raises ValueError if the run has too few steps."""
+    """Raises ValueError if the run has too few steps."""
     about = _RecordedSteps(run)
     durations = {phase: about.measure_durations(phase) for phase in PHASES}
     codec, beside = about.measure_codecs()
@@ -98,7 +98,7 @@ class _RecordedSteps:
         return price_codecs(self.spans, self.find_experiment, self._bucket_bytes)
 
     def measure_own_work(self) -> dict[str, Any]:
-        """Returns prices of codecs inside a model and of strategies' arithmetic, also from spread replicas."""
+        """Of codecs inside a model and of strategies' arithmetic, also from spread replicas."""
         rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
         rows = rows[np.isin(rows.step, self.any)]
         return {
@@ -124,7 +124,7 @@ class _RecordedSteps:
         return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
 
     def fit_wire_price(self) -> AlphaBeta:
-        """Fits `wire` to the median transfer of each kind and size."""
+        """From the median transfer of each kind and size."""
         c, which = self._list_collectives(shaped=False)
         p = len(self.ranks)
         if not which.any() or p < 2:
@@ -154,20 +154,20 @@ class _RecordedSteps:
             yield messages, took[mine], np.nanmax(c.port[mine], axis=1)
 
     def measure_lateness(self) -> float:
-        """Returns `late` from collectives that the Link dominates."""
+        """From collectives that the Link dominates."""
         over = [took - own for _, took, own in self._group_shaped() if not _outlasts_link(took, own)]
         late = float(np.median(np.concatenate(over))) if over else 0.0
         return late if late > 1e-9 else 0.0
 
     def measure_linked_price(self) -> AlphaBeta:
-        """Returns the mean price per message from collectives that outlast their Link."""
+        """The mean per message, from collectives that outlast their Link."""
         short = [(messages, took) for messages, took, own in self._group_shaped() if _outlasts_link(took, own)]
         if sum(len(took) for _, took in short) < MIN_COLLECTIVES:
             return AlphaBeta()
         return AlphaBeta(float(sum(took.sum() for _, took in short) / sum(n * len(took) for n, took in short)))
 
     def measure_other_time(self) -> float:
-        """Returns a step's median seconds without compute and waiting."""
+        """A step's median seconds without compute and waiting."""
         w = self.window
         rest = w.step_seconds - w.seconds("compute") - w.seconds("wait")
         rest = rest[self.kept & w.complete & ~w.disturbed]
@@ -175,21 +175,21 @@ class _RecordedSteps:
         return middle if middle > 1e-9 else 0.0
 
     def measure_evaluation(self) -> float:
-        """Returns an evaluation's seconds on the fastest rank, which waits for no other rank."""
+        """On the fastest rank, which waits for no other rank."""
         rows = self.run.timeline.spans.rows()
         rows = rows[rows.equal("lane", "eval")]
         each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
         return float(np.median(each)) if each else 0.0
 
     def measure_density(self) -> float:
-        """Returns the share of elements that value-based compressors kept; 0 if unknown."""
+        """The share of elements that value-based compressors kept; 0 if unknown."""
         rows = self.run.timeline.samples.rows()
         kept = rows.value[rows.equal("name", "density") & np.isin(rows.step, self.good)]
         return float(np.median(kept)) if len(kept) else 0.0
 
 
 def _transfer_seconds(c: Arrivals) -> np.ndarray:
-    """Returns seconds since the last arrival or the previous collective's end, because collectives cross in turn."""
+    """Since the last arrival or the previous collective's end, because collectives cross in turn."""
     end = np.fmax.reduce(c.t1, axis=1)
     before = np.concatenate([[-np.inf], np.fmax.accumulate(end)[:-1]])
     took: np.ndarray = end - np.maximum(c.last, np.where(before < end, before, -np.inf))

@@ -1,8 +1,8 @@
 """Calibrates codecs: the time until the last rank has finished a stretch, with and without compute.
 
-All ranks of a collective wait for the slowest encoder. On shared cores, some stretches take several times the median.
-So a stretch's price is the mean over steps of its longest time over ranks. Steps with different compressors show how
-much compute slows down when it shares a core with a codec.
+All ranks of a collective wait for the slowest encoder, and on shared cores some stretches take several times the
+median. So a stretch's price is the mean over steps of its longest time over ranks. Steps with different compressors
+show how much compute slows down when it shares a core with a codec.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from workbench.sim.costs.durations import name_codec
 from workbench.sim.costs.prices import Price, fit_price
 
 DISTURBED_SHARE = 0.05  # share of the longest stretches, which other load has disturbed
-MIN_STEPS = 5  # steps with a compressor from which its slowdown of compute is known
-MIN_CODEC_SHARE = 0.01  # share of compute: less codec work at the same time shows nothing
+MIN_STEPS = 5  # with a compressor, to know its slowdown of compute
+MIN_CODEC_SHARE = 0.01  # of compute: less codec work at the same time shows nothing
 
-At = Callable[[int], Experiment]  # the experiment at a step
+At = Callable[[int], Experiment]  # at a step
 Bytes = Callable[[int, str], int]  # of a bucket at a step, by its name; 0 if the name is no bucket's
 By = dict[str, tuple[Price, ...]]
 
@@ -123,7 +123,7 @@ def _group_rows(all_: _CodecStretches) -> dict[tuple[int, str, int], np.ndarray]
 
 
 def _usual_compute(compute: Any) -> float:
-    """Returns median seconds per rank and step."""
+    """The median per rank and step."""
     keys, which = np.unique(np.stack([compute.rank, compute.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), compute.t1 - compute.t0, keys.shape[1])))
 

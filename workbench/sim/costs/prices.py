@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-MIN_SIZE_RATIO = 2.0  # least ratio of the largest to the smallest size for a Line
-MIN_FIXED_SHARE = 0.01  # share of the shortest stretch: a smaller fixed part counts as none
+MIN_SIZE_RATIO = 2.0  # of the largest to the smallest size, for a Line
+MIN_FIXED_SHARE = 0.01  # of the shortest stretch: a smaller fixed part counts as none
 
 
 class Line(NamedTuple):
@@ -50,7 +50,7 @@ def fit_price(found: Iterable[tuple[int, float]], middle: Callable[[list[float]]
 
 
 def solve_not_negative(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Solves least squares in two non-negative unknowns; x: (rows, 2), y: (rows,)."""
+    """Least squares in two non-negative unknowns; x: (rows, 2), y: (rows,)"""
     both, *_ = np.linalg.lstsq(x, y, rcond=None)
     if len(y) > 1 and np.linalg.matrix_rank(x) == 2 and (both >= 0).all():
         return float(both[0]), float(both[1])
