@@ -1,1 +1,1 @@
-"""The computation of a virtual rank: verbs of a strategy, performed on the virtual clock."""
+"""A virtual rank's compute: verbs of a strategy, performed on the virtual clock."""

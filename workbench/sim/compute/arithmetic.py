@@ -1,8 +1,4 @@
-"""A virtual rank's compute outside the passes of its model.
-
-It covers curvature, a strategy's own arithmetic, and codecs in the middle of a pass. Each takes the measured time, or
-none if unknown.
-"""
+"""A virtual rank's compute outside the passes of its model, for the measured time, or none if unknown."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from workbench.sim.compute.pass_timer import PassTimer
 
 
 class ArithmeticPerformer:
-    """Computes curvature, arithmetic and codecs."""
+    """Curvature, a strategy's own arithmetic, and codecs in the middle of a pass."""
 
     def __init__(self, parts: ComputeParts, timing: PassTimer) -> None:
         self._parts, self._body, self._timing, self._clock = parts, parts.body, timing, parts.clock
@@ -34,7 +30,7 @@ class ArithmeticPerformer:
         return PARKED
 
     def run_work(self, fiber: Fiber, op: Op) -> Any:
-        """Performs a strategy's arithmetic: on the device in a step, in parallel to it in a child."""
+        """On the device in a step, in parallel to it in a child."""
         of, flops, name = op.args
         value, costs = of(), self._parts.world.costs
         self._parts.note(f"flops {name}", flops)

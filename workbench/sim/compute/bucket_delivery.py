@@ -54,7 +54,7 @@ class BucketDelivery:
         return PARKED
 
     async def next_full(self, passing: BucketPass) -> Any:
-        """Returns the next full bucket in a pass of sharded or sliced parameters, or PASS_OVER."""
+        """In a pass of sharded or sliced parameters; PASS_OVER after the last."""
         reading, events = self._unsharder, passing.events
         assert events is not None
         reading.phase = self._rank.phase = passing.phase
@@ -77,13 +77,13 @@ class BucketDelivery:
         return PASS_OVER
 
     async def pass_events(self, passing: BucketPass, events: Iterable[Any]) -> None:
-        """Takes a pass through these events to its end, without handing out buckets."""
+        """To the end of the pass, without handing out buckets."""
         passing.events = deque(events)
         while await self.next_full(passing) is not PASS_OVER:
             pass
 
     async def _perform_meeting(self, planned: PlannedMeeting) -> None:
-        """Performs a meeting in a pass. Its values are already known, and its bytes cross the network now."""
+        """The meeting's values are already known, and its bytes cross the network now."""
         meeting, group = planned.meeting, self._rank.group("tensor")
         brings = _make_flat(planned.brings.numel(), planned.brings.dtype)
         if meeting.what == "sum":

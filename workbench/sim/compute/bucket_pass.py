@@ -11,7 +11,7 @@ class BucketPass:
 
     began:  when it would have begun without interruptions; since: when its present stretch began
     last:   when the pieces requested so far are computed
-    events: the remaining events, if parameters are sharded or sliced; otherwise None
+    events: the remaining ones, if parameters are sharded or sliced; otherwise None
     then:   for one micro-batch's pass: the batch's fiber, which continues after it, and the fiber's answer
     """
 

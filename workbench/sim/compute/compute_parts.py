@@ -72,7 +72,7 @@ class ComputeParts:
         return self.experiment.strategy
 
     def span(self, lane: str, name: str, asked: float, t0: float, t1: float, nbytes: int, step: int = -1) -> None:
-        """Records a span. step: negative for the present step"""
+        """step: negative for the present step"""
         if lane == "compute" and self.policy_runner.names:
             self.policy_runner.receive_sample(lane, t1 - t0)
         rank = self.rank

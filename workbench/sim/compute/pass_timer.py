@@ -15,8 +15,7 @@ from workbench.sim.costs.costs import Costs
 
 
 class PassTimer:
-    """Prices compute on the device of one virtual rank.
-
+    """
     free:           by origin of a worker's fibers, when its device is free again
     computes_until: end of the present pass, if nothing delays it
     collects:       whether layers record inputs, until the strategy requests their factors
@@ -30,8 +29,8 @@ class PassTimer:
         self.computes_until = 0.0
         self.collects = False
         self._kept = Kept()
-        self._hindered = 0.0  # extra seconds of the next compute, because a codec shared the core
-        self._asked = self._took = 0.0  # seconds of this step's compute: by the pace, and without faults
+        self._hindered = 0.0  # of the next compute, because a codec shared the core
+        self._asked = self._took = 0.0  # of this step's compute: by the pace, and without faults
 
     def phase_seconds(self, phase: str, share: float = 1.0, chunk: int = 0) -> float:
         """Returns the seconds of a share of a phase in this step. chunk: a piece of its stage"""
@@ -64,7 +63,7 @@ class PassTimer:
         return float(stages.compute_cost(times, chunk * len(stages) + body.piece.stage))
 
     def _other_work_seconds(self, costs: Costs, phase: str, chunk: int) -> float:
-        """Returns a pass's seconds for factors and codecs."""
+        """For factors and codecs."""
         seconds = costs.asked.get("collect", 0.0) if self.collects and phase == "backward" else 0.0
         if self._body.split is not None and costs.coder and phase != "update":
             layers = self._parts.experiment.partition.layers
@@ -87,12 +86,12 @@ class PassTimer:
         return self._kept.step(self._parts.experiment.pace * 1e-3, asked, took)
 
     def delay_compute(self, seconds: float) -> None:
-        """Delays compute, because a codec works for `seconds` at the same time."""
+        """A codec works for `seconds` at the same time."""
         if seconds and (costs := self._world.costs) is not None:
             self._hindered += costs.slows * seconds
 
     def occupy_device(self, fiber: Fiber, seconds: float) -> float:
-        """Occupies the device for `seconds` from when it is free. Returns that time."""
+        """Returns when the device is free for `seconds`, which it then takes."""
         began = max(self._clock.now, self.free.get(fiber.origin, 0.0))
         self.free[fiber.origin] = self.computes_until = began + seconds
         return began
@@ -111,13 +110,13 @@ class PassTimer:
 
     def begin_pass(self, fiber: Fiber, phase: str, shares: list[float], part: float = 1.0, name: str = "",
                    chunk: int = 0) -> BucketPass:  # fmt: skip
-        """Begins a pass that stops at buckets. part: its share of the phase"""
+        """The pass stops at buckets. part: its share of the phase"""
         began, seconds = max(self._clock.now, self.free.get(fiber.origin, 0.0)), self.phase_seconds(phase, part, chunk)
         self.computes_until = began + seconds
         return BucketPass(name or phase, began, seconds, shares)
 
     def reach_fraction(self, fiber: Fiber, passing: BucketPass, share: float) -> float:
-        """Returns when a share of a pass is computed. The pass pauses while the strategy waits or computes."""
+        """Returns when `share` is computed. The pass pauses while the strategy waits or computes."""
         origin, free = fiber.origin, self._clock.now
         if (until := self.free.get(origin, 0.0)) > free:
             free = until
@@ -139,7 +138,7 @@ class PassTimer:
             self._parts.span("compute", passing.phase, passing.since, passing.since, passing.last, 0)
 
     def end_pass(self, fiber: Fiber, passing: BucketPass) -> Any:
-        """Ends a pass after its last bucket. Its loop ends when the pass's time is over."""
+        """After its last bucket. The pass's loop ends when its time is over."""
         end = self.reach_fraction(fiber, passing, 1.0)
         self.record_stretch(passing)
         if passing.then is not None:

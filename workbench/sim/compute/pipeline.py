@@ -1,4 +1,4 @@
-"""The compute of a virtual rank that is a stage."""
+"""A virtual rank as a stage of a replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.sim.compute.tensor import TensorPerformer
 
 
 class PipelinePerformer:
-    """Computes a stage of a replica, micro-batch by micro-batch."""
+    """Computes it micro-batch by micro-batch."""
 
     def __init__(self, parts: ComputeParts, timing: PassTimer, delivery: BucketDelivery,
                  tensor: TensorPerformer) -> None:  # fmt: skip
@@ -27,8 +27,8 @@ class PipelinePerformer:
         self._rank, self._micros_in_flight = parts.rank, parts.micros_in_flight
         self._count = 1
         self._left: list[int] = []  # by piece, the remaining backwards of the present batch
-        self._squares: float | None = None  # sum over the gradients of all stages, if the next update clips them
-        self._takes: Fiber | None = None  # the fiber that takes the buckets of the last backward
+        self._squares: float | None = None  # over the gradients of all stages, if the next update clips them
+        self._takes: Fiber | None = None  # takes the buckets of the last backward
 
     async def run_batch_through(self, grad: float | None, micro: int, takes: Fiber | None = None) -> Any:
         """Runs one batch forward and backward through the stages. Returns PASS_OVER to the loop of `takes`, if any."""
@@ -44,7 +44,7 @@ class PipelinePerformer:
         return None if takes is None else PASS_OVER
 
     async def clipped_update(self, op: Op) -> Any:
-        """Runs an update with clipping. The stages of a replica add up their squared gradients first."""
+        """First the stages of a replica add up their squared gradients."""
         x = torch.tensor(
             [self._body.sum_squares()], dtype=torch.float64, device=self._body.layout.order[0].param.device
         )
@@ -57,7 +57,7 @@ class PipelinePerformer:
         return squares
 
     def _find_micro_share(self, chunk: int) -> float:
-        """Returns the share of one micro-batch and piece in this stage's compute on a batch."""
+        """Of one micro-batch and piece in this stage's compute on a batch."""
         return float(self._body.shares[chunk]) / self._count
 
     def stage_forward(self, fiber: Fiber, op: Op) -> Any:
@@ -86,7 +86,7 @@ class PipelinePerformer:
 
     def _run_stage_backward(self, fiber: Fiber, op: Op, name: str, run: Callable[..., Any], micro: int, chunk: int,
                      part: float = 1.0) -> Any:  # fmt: skip
-        """Runs a backward, or its second half, for gradients of parameters."""
+        """part: 0.5 for the second half, for gradients of parameters"""
         begun = sum(self._left) < self._count * len(self._left)
         self._left[chunk] -= 1
         takes = self._takes if not any(self._left) else None

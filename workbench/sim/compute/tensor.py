@@ -1,4 +1,4 @@
-"""The compute of a virtual rank that holds slices of matrices.
+"""A virtual rank with slices of matrices.
 
 With real tensors, all ranks of a group compute a pass at once, when its last rank begins it. On the virtual clock each
 rank then meets the other ranks at the times that a pass on the meta device has shown. So a rank waits for late ranks at
@@ -31,13 +31,13 @@ class TensorPerformer:
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._delivery, self._rank = delivery, parts.rank
         self._stale = True  # whether shared parameters may have changed since their last refresh
-        self._refreshed_at = -1  # the step of that refresh
+        self._refreshed_at = -1  # a step
 
     def mark_stale(self) -> None:
         self._stale = True
 
     async def meet_before(self, batch: Any) -> None:
-        """Before a batch, checks that a replica's ranks read the same data. Refreshes shared parameters."""
+        """Checks that a replica's ranks read the same data. Refreshes shared parameters."""
         body = self._body
         if body.fresh and self._rank.mesh.inside:
             await require_same_batch(self._rank.inside, batch, body.layout.order[0].param.device)
@@ -47,7 +47,7 @@ class TensorPerformer:
             await refresh_common(self._rank.group("tensor"), body.common_params)
 
     async def joint_forward(self, fiber: Fiber, x: Any, micro: int) -> Any:
-        """Runs a forward of all ranks of the group, and returns its loss."""
+        """On all ranks of the group. Returns the loss."""
         body = self._body
         batch = body.draw_batch(x)
         await self.meet_before(batch)
@@ -58,7 +58,7 @@ class TensorPerformer:
         return loss
 
     async def joint_backward(self, fiber: Fiber, grad: Any, micro: int, exchanged: bool) -> Any:
-        """Runs a backward of all ranks of the group. If exchanged, returns its first full bucket."""
+        """On all ranks of the group. If exchanged, returns the first full bucket."""
         body = self._body
         await self._compute_jointly("backward", lambda: body.run_backward(grad, micro, exchanged))
         passing = self._timing.begin_pass(fiber, "backward", [])
@@ -72,7 +72,7 @@ class TensorPerformer:
         return await self._delivery.next_full(passing)
 
     async def joint_stage(self, what: str, compute: Callable[[], Any], passing: BucketPass, chunk: int) -> Any:
-        """Runs a pass of all ranks of a stage through a piece of the model, without buckets."""
+        """On all ranks of a stage, through a piece of the model, without buckets."""
         made = await self._compute_jointly(what, compute)
         await self._delivery.pass_events(
             passing, self._parts.pass_plans[chunk].meetings_of_phase(what.partition(" ")[0])
@@ -89,7 +89,7 @@ class TensorPerformer:
         self._delivery.next_in_turn(takes, passing)
 
     async def _compute_jointly(self, phase: str, compute: Callable[[], Any]) -> Any:
-        """Returns this rank's result of `compute`, which runs after the group's last rank has come."""
+        """`compute` runs after the group's last rank has come."""
         op = Op("together", phase, (self._body, compute), self._compute_for_ranks, 0.0)
         op.group = self._rank.group("tensor").within
         return await op
