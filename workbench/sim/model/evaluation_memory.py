@@ -60,7 +60,7 @@ def measure_evaluation(
 def _forward_once(
     following: StorageTracker, seen: dict[Any, Any], forward: Any, x: Any, *more: Any, **named: Any
 ) -> Any:
-    """Computes the output for one batch. Later batches of the same sizes reuse its sizes and memory.
+    """Later batches of the same sizes reuse the first one's sizes and memory.
 
     A model that reads values reuses nothing, because its output may differ.
     """
@@ -88,7 +88,7 @@ def _forward_once(
 
 def _run_stages(following: StorageTracker, count: int, pieces: Sequence[Sequence[nn.Module]], *inputs: Any,
                **named: Any) -> Any:  # fmt: skip
-    """Runs the stages in turn, as `pipelining.evaluate_pipeline` does, and returns the last output."""
+    """As `pipelining.evaluate_pipeline` does. Returns the last output."""
     x: Any = None
     for number, parts in enumerate(pieces):
         following.at = number % count
@@ -104,8 +104,8 @@ def _run_stages(following: StorageTracker, count: int, pieces: Sequence[Sequence
 def count_evaluation_bytes(run: Any, together: bool, most: int | None) -> int | None:
     """Returns the extra bytes of an evaluation on this rank: copies of parameters, and computation.
 
-    together: whether all ranks meet for the mean model; most: bytes of the computation, None if unknown.
-    Returns None if the rank computes and `most` is unknown.
+    together: whether all ranks meet for the mean model; most: bytes of the computation, None if unknown. Returns None
+    if the rank computes and `most` is unknown.
     """
     rank, layout = run.rank, run.layout
     others = sum(b.numel() * b.element_size() for b in list_buffers(run.model))

@@ -48,7 +48,7 @@ class ModelPasses:
 
     def kept(self, model: nn.Module, batch: int, layers: Partition, split: TensorSplit | None,
              counts: tuple[int, ...] = ()) -> KeptBytes | None:  # fmt: skip
-        """Returns what a batch keeps for its backward; None if unknown. counts: hidden units of a sub-model"""
+        """For a batch's backward; None if unknown. counts: hidden units of a sub-model"""
         key = "kept", batch, layers, _split_key(split), counts
         if key in self._seen:  # each rank requests this
             found: KeptBytes | None = self._seen[key]
@@ -64,7 +64,7 @@ class ModelPasses:
 
     def measure_kept_pieces(self, model: nn.Module, stages: StageCuts, batch: int, count: int, layers: Partition,
                 split: TensorSplit | None) -> list[KeptBytes | None]:  # fmt: skip
-        """Returns by piece what one of `count` micro-batches keeps; None if unknown."""
+        """By piece, of one of `count` micro-batches; None if unknown."""
         counts = [len(parts) for parts in stages.pieces]
 
         def look() -> list[KeptBytes | None]:
@@ -79,13 +79,13 @@ class ModelPasses:
     def list_piece_outputs(
         self, model: nn.Module, stages: StageCuts, batch: int, count: int, split: TensorSplit | None
     ) -> list[Tensor]:
-        """Returns by piece the output for one of `count` micro-batches; the last is the loss."""
+        """By piece, for one of `count` micro-batches; the last is the loss."""
         counts = tuple(len(parts) for parts in stages.pieces)
         key = "crossing", counts, batch, count, _split_key(split)
         return self._run_once(key, lambda: self._run_pieces(model, stages, batch, count, split))
 
     def count_batch_bytes(self, batch: int) -> int:
-        """Returns the bytes of a batch's tensors; 0 if unknown."""
+        """0 if unknown."""
         try:
             return count_batch_bytes(self._draw_batch(batch))
         except Exception:
@@ -125,7 +125,7 @@ class ModelPasses:
         return self._seen[key]
 
     def _draw_batch(self, batch: int) -> Any:
-        """Returns one batch for all passes, because no pass writes to it."""
+        """All passes share the batch, because none writes to it."""
 
         def draw() -> Any:
             batches = BatchReader(self._learner.data, 0, self._ranks, "meta")
@@ -169,5 +169,5 @@ class ModelPasses:
 
 
 def _split_key(split: TensorSplit | None) -> tuple[int, bool] | None:
-    """Returns a key that all copies of the model share."""
+    """A key that all copies of the model share."""
     return None if split is None else (split.ways, split.splits_sequences)

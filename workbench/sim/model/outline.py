@@ -69,7 +69,7 @@ def compute_ready_shares(layout: ParameterLayout, arrival: list[str], there: Col
 
 
 class Outline:
-    """The model as sizes. split: how its matrices are split; seen: see `ModelPasses`"""
+    """split: how the model's matrices are split; seen: see `ModelPasses`"""
 
     split: TensorSplit | None = None
 
@@ -99,7 +99,7 @@ class Outline:
         self.alike: dict[Any, Any] = {}  # memory results that equal ranks share
 
     def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[KeptBytes] | None:
-        """Returns by piece on this rank what one of `count` micro-batches keeps for its backward; None if unknown.
+        """By piece on this rank, of one of `count` micro-batches for its backward; None if unknown.
 
         counts: hidden units of a sub-model
         """
@@ -107,7 +107,7 @@ class Outline:
         return None if found is None else [found]
 
     def measure_evaluation(self) -> int | None:
-        """Returns the peak bytes of computing the held-out metrics here; None if unknown."""
+        """Peak bytes of computing the held-out metrics here; None if unknown."""
         found = self.passes.measure_evaluation(self.model, None, self.split)
         return None if found is None else found[0]
 
@@ -146,13 +146,13 @@ class Outline:
         return self._stages[stages, stage]
 
     def get_slice(self, names: set[str], spread: ReplicaSpread, place: tuple[int, int], e: Experiment) -> SliceOutline:
-        """Returns the slice of the model at `place`: (stage, index of the slice)."""
+        """place: (stage, index of the slice)"""
         if (spread, place) not in self._slices:
             self._slices[spread, place] = SliceOutline(self, names, spread, place, e)
         return self._slices[spread, place]
 
     def make_optimizer(self, experiment: Experiment) -> Any:
-        """Returns the optimizer that all ranks share."""
+        """All ranks share it."""
         wanted, here = experiment.optimizer, set(self._names)
         if wanted not in self._made:
             params = [p for name, p in self.model.named_parameters() if name in here]
@@ -161,11 +161,11 @@ class Outline:
 
     @property
     def names(self) -> list[str]:
-        """Names of trained parameters here."""
+        """Of trained parameters here."""
         return list(self._names)
 
     def cut_buckets(self, bucket_mb: float, learned: bool) -> BucketCut:
-        """Returns buckets of this size, in the learned order of gradients or the original one."""
+        """learned: in the learned order of gradients, else in the original one"""
         key = bucket_mb, learned
         if key not in self._cuts:
             layout = ParameterLayout(self.model, bucket_mb, self.arrival if learned else self._names)
@@ -248,7 +248,7 @@ class SliceOutline(Outline):
 
 
 def _build_outline(learner: Learner, seen: dict[Any, Any] | None) -> nn.Module:
-    """Returns the model; a copy, if experiments with the same learner and seed share it."""
+    """A copy, if experiments with the same learner and seed share the model."""
     if seen is None:
         return make_outline(learner, built=False)
     if "model" not in seen:

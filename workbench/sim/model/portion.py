@@ -67,11 +67,11 @@ class ModelPortion:
     computed: int | None = None  # bytes for the last held-out metrics here
 
     def __init__(self) -> None:
-        self._batches: dict[int, Any] = {}  # batches before their way through the stages
+        self._batches: dict[int, Any] = {}  # before their way through the stages
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, rank: int, e: Experiment, seed: int,
                held: bool = True) -> None:  # fmt: skip
-        """Makes this rank hold and compute these parameters. spread: None if `names` are the whole model"""
+        """This rank holds and computes these parameters. spread: None if `names` are the whole model"""
         self.layout.take_parameters(self.model, names, held)
         self.spread = spread
         stage, index = spread.locate_rank(rank) if spread else (0, 0)
@@ -112,7 +112,7 @@ class ModelPortion:
         return self._together.common
 
     def forward_context(self, x: Tensor | None, chunk: int = 0) -> AbstractContextManager[None]:
-        """Provides the context of a forward. x: output of the stage before; None: the first stage"""
+        """x: output of the stage before; None: the first stage"""
         params = self.piece.list_params(chunk) if self.piece is not None else None
         return nullcontext() if self._together is None else self._together.run_pass(x, params)
 
@@ -132,7 +132,7 @@ class ModelPortion:
 
     @property
     def slice_rng(self) -> Any:
-        """The state of random numbers that a replica's slices share."""
+        """Of the random numbers that a replica's slices share."""
         return self._together.random_position if self._together is not None else None
 
     @slice_rng.setter
@@ -144,7 +144,7 @@ class ModelPortion:
         self._random_state = torch.Generator().manual_seed(number).get_state()
 
     def store_batch(self, x: Any, micro: int) -> None:
-        """Stores a batch until its backward takes it through the stages."""
+        """Until its backward takes the batch through the stages."""
         self._batches[micro] = self.batches.next_batch() if x is None else x
 
     def begin_batch(self, micro: int, partition: Partition) -> Any:
@@ -155,15 +155,15 @@ class ModelPortion:
         return batch
 
     def peek_batch(self, after: int) -> Any:
-        """Returns the batch `after` batches from now."""
+        """The batch `after` batches from now."""
         return self.batches.peek_batch(after)
 
     def list_buffers(self) -> list[Tensor]:
-        """Returns tensors that forwards change, apart from parameters."""
+        """Tensors that forwards change, apart from parameters."""
         return self.piece.list_buffers() if self.piece is not None else []
 
     def forget_micros(self, micros: list[int]) -> None:
-        """Discards micro-batches that get no backward."""
+        """They get no backward."""
         if self.piece is not None:
             self.piece.drop_micros(micros)
 
@@ -173,7 +173,7 @@ class ModelPortion:
         return [place.name for place in self.layout.order if id(place.param) not in here]
 
     def list_ready_shares(self, chunk: int) -> list[float]:
-        """Returns by bucket the share of this piece's backward (the batch's last) after which it is full."""
+        """By bucket, the share of this piece's backward (the batch's last) after which it is full."""
         assert self._arrival is not None
         there = self._list_other_names(chunk)
         return compute_ready_shares(self.layout, self._arrival, there) if there else self.cut.ready
@@ -192,7 +192,7 @@ class ModelPortion:
         return made
 
     def stage_backward(self, grad: Any, micro: int, chunk: int, exchanged: bool, first: bool) -> Tensor | None:
-        """Runs a backward. A batch's last is `exchanged`. From the `first` on, gradients are in the buckets."""
+        """A batch's last backward is `exchanged`. From the `first` on, gradients are in the buckets."""
         assert self.piece is not None
         came: list[Tensor | None] = []
         piece, number = self.piece, self.micros_in_flight.number_micro(micro)
@@ -204,13 +204,13 @@ class ModelPortion:
         return came[0]
 
     def stage_inputs(self, grad: Any, micro: int, chunk: int) -> Tensor | None:
-        """Runs the first half of a backward, without gradients of parameters."""
+        """The first half of a backward, without gradients of parameters."""
         assert self.piece is not None
         with self._use_own_rng(), torch.enable_grad():
             return self.piece.backward_inputs(grad, self.micros_in_flight.number_micro(micro), chunk)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
-        """Runs the second half of a backward."""
+        """The second half of a backward."""
         assert self.piece is not None
         there = self._list_other_names(chunk) if exchanged else []
         self._collect_gradients(
