@@ -70,7 +70,7 @@ class Net(nn.Module):
 
 
 def batch(rank: int, step: int, seed: int = 0, size: int = EXAMPLES) -> tuple[Tensor, Tensor]:
-    """Returns equal examples for equal arguments: (size, 8) and (size, 4)."""
+    """Equal examples for equal arguments: (size, 8) and (size, 4)."""
     rng = torch.Generator().manual_seed(seed * 1_000_003 + step * 101 + rank)
     x = torch.randn(size, 8, generator=rng)
     return x, torch.stack([x[:, 0], x[:, 1] * x[:, 2], x.sum(1), x[:, 3].abs()], 1)
@@ -129,7 +129,7 @@ def _make_experiment(strategy: Strategy, ranks: int, steps: int, **rest: Any) ->
 
 
 def make_fitting(cls: type[Strategy], ranks: int) -> Strategy:
-    """Returns the strategy with default knobs. If it refuses `ranks`, sets an integer knob to `ranks`."""
+    """With default knobs. If the strategy refuses `ranks`, sets an integer knob to `ranks`."""
     if cls().refuses_size(ranks) is None:
         return cls()
     every = (replace(cls(), **{k.name: ranks}) for k in knobs(cls) if k.kind is int)

@@ -23,7 +23,7 @@ from workbench.sim.run.simulate import simulate
 from workbench.strategies import DDP, Strategy
 
 COMPARED_STEPS = 24
-LEARNING_STEPS = 60  # steps of comparisons by loss
+LEARNING_STEPS = 60  # of comparisons by loss
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def list_places() -> Iterator[FamilyPlace]:
 
 
 def find_member(member: type[Any] | str) -> type[Any]:
-    """Returns a class by itself or by its name. Raises KnobError if no family has it."""
+    """member: a class or its name. Raises KnobError if no family has it."""
     every = {name: kind for place in list_places() for name, kind in members(place.family).items()}
     if isinstance(member, type) and any(issubclass(member, place.family) for place in list_places()):
         return member
