@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
 
 MIN_GAIN = 0.03  # share of a step: smaller gains are no advice
-BUCKET_FACTOR = 4  # factor between the present and the suggested bucket size
+BUCKET_FACTOR = 4  # between the present and the suggested bucket size
 SUGGESTED_PERIOD = 8  # steps between two averages, if ranks meet in every step now
 COLUMNS = ("cause", "ranks", "per step", "share", "what is seen", "next thing to try")
 WHERE_TO_LOOK = {
@@ -77,7 +77,7 @@ class Advice(NamedTuple):
 
     @property
     def next(self) -> str:
-        """The next thing to try; "" if none is known."""
+        """Empty if no next thing to try is known."""
         look = WHERE_TO_LOOK[self.cause] if self.ranks or self.cause in ("input", "outside") else ""
         return "; or ".join(filter(None, (*map(str, self.suggestions), look)))
 
@@ -99,7 +99,7 @@ class AdviceTable(list[Advice]):
     causes: tuple[str, ...] = ()
 
     def note_failures(self, reasons: Iterable[str], causes: Iterable[str], everywhere: bool) -> None:
-        """Stores why no setting could be simulated. everywhere: whether this holds for all causes"""
+        """reasons: why no setting could be simulated. everywhere: whether this holds for all causes"""
         self.unsimulated = "; ".join(dict.fromkeys(reasons))
         self.causes = () if everywhere else tuple(dict.fromkeys(causes))
 
@@ -154,7 +154,7 @@ def advise_run(run: Run, last: int = LAST_STEPS) -> AdviceTable:
 
 
 def _choose_kind(found: Cause) -> str:
-    """Returns the kind of settings that may help; "" if none may."""
+    """The kind of settings that may help; "" if none may."""
     return found.cause if found.cause in ("network", "codec") else "waiting" if found.ranks else ""
 
 
@@ -193,13 +193,13 @@ def _list_candidates(now: Experiment, kind: str) -> Iterator[dict[str, Any]]:
 
 def _make_suggestion(asked: RunPredictor, settings: dict[str, Any]) -> Suggestion:
     found = asked.what_if(settings)
-    examples = found.experiment.strategy.batches(1) / asked.now.strategy.batches(1)  # ratio of examples per step
+    examples = found.experiment.strategy.batches(1) / asked.now.strategy.batches(1)  # per step
     learns = not learns_alike(asked.now, found.experiment)
     return Suggestion(settings, 1 - found.other / found.same / examples, found.error, learns)
 
 
 def _format_value(value: Any) -> str:
-    """Returns code without default knobs: `PowerSGD`, `LocalSGD(every=8)`."""
+    """As code without default knobs: `PowerSGD`, `LocalSGD(every=8)`."""
     if isinstance(value, int | float):
         return f"{value:g}"
     if value == (short := getattr(value, "of", value)).usual():

@@ -27,7 +27,7 @@ from workbench.sim.run.memory_checks import MAX_ROUND_STEPS, longest_round
 from workbench.sim.run.simulate import simulate
 from workbench.tasks import Learner
 
-UNTYPICAL_STEPS, MEASURED_STEPS = 3, 2  # untypical first steps; measured steps
+UNTYPICAL_STEPS, MEASURED_STEPS = 3, 2  # first steps; measured steps
 SIMULATED_CUTS = 6  # cuts that are simulated
 
 
@@ -88,16 +88,16 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
             slow: Sequence[float] | Run | None = None, rounds: int = 9) -> BalanceProposal:  # fmt: skip
     """Returns the fastest cuts of `experiment`'s pipeline.
 
-    times:  seconds of a forward and a backward of one micro-batch through each part of the model. The default are
-            medians of `rounds` measurements in this process on one thread. Under a `pace`, a part takes at least the
-            pace's share for its parameters.
+    times:  seconds of a forward and a backward of one micro-batch through each part of the model. Default: medians of
+            `rounds` measurements in this process on one thread. Under a `pace`, a part takes at least the pace's share
+            for its parameters.
     slow:   by stage, the factor by which its ranks are slower, apart from `experiment`'s faults in the first step. Or a
             run with as many stages, which gives the factors including faults
 
     Two costs count: the slowest stage's time for all its pieces, and the time for which links are busy between pieces.
-    `host/placement/balancing.py` finds the Pareto-optimal cuts. The schedule decides how much each cost matters, so
-    `simulate` predicts a step for SIMULATED_CUTS of these cuts and for cuts by numbers of parameters. A codec between
-    stages counts only in this prediction. The optimizer's time does not count.
+    `host/placement/balancing.py` finds the Pareto-optimal cuts. How much each cost matters depends on the schedule, so
+    `simulate` predicts a step for SIMULATED_CUTS of these cuts and for cuts by numbers of parameters. Only this
+    prediction includes a codec between stages. The optimizer's time does not count.
 
     Raises KnobError if the partition has no stages, or the model cannot be cut into so many.
     """
@@ -225,7 +225,7 @@ def _stage_slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[flo
 
 
 def _make_stage_costs(e: Experiment, units: tuple[TimedUnit, ...], factors: tuple[float, ...]) -> Costs:
-    """Returns each rank's costs for a replica's batch."""
+    """Of each rank, for a replica's batch."""
     slow = [e.partition.micro_batches * factors[_find_stage(e.partition, rank)] for rank in range(e.ranks)]
     return Costs(forward=tuple(Duration(f * sum(u.forward for u in units)) for f in slow),
                  backward=tuple(Duration(f * sum(u.backward for u in units)) for f in slow),
@@ -233,7 +233,7 @@ def _make_stage_costs(e: Experiment, units: tuple[TimedUnit, ...], factors: tupl
 
 
 def _predict_cut(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> CutPrediction:
-    """Predicts steps without a memory limit."""
+    """Without a memory limit."""
     looked = max(MEASURED_STEPS, min(longest_round(e.strategy), MAX_ROUND_STEPS) if e.strategy.periodic else 0)
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
     stop = UNTYPICAL_STEPS * max(1, never) + looked

@@ -1,7 +1,7 @@
 """The rule by which `lab.tune` and `run.advice` say which of several settings is better.
 
 A setting is usable if a run learns the same, or if its measured loss keeps to the trend. Usable settings come first,
-and settings with unknown or worse loss last. Faster settings precede slower ones.
+settings with unknown or worse loss last, and faster settings before slower ones.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Evidence(NamedTuple):
-    """Evidence on a setting. seconds: per batch; usable: see `is_usable`"""
+    """seconds: per batch; usable: see `is_usable`"""
 
     seconds: float
     usable: bool
 
 
 def is_usable(alike: bool, loss: Interval | None, worse: float) -> bool:
-    """Returns whether a setting does not harm the loss.
+    """Whether a setting does not harm the loss.
 
     alike: the result of `learns_alike`; loss: share above its trend, None: not measured; worse: highest such share
     """
@@ -30,7 +30,7 @@ def is_usable(alike: bool, loss: Interval | None, worse: float) -> bool:
 
 
 def sort_by_evidence(found: Iterable[T], evidence: Callable[[T], Evidence]) -> list[T]:
-    """Returns the best setting first."""
+    """The best setting first."""
 
     def key(one: T) -> tuple[bool, float]:
         seconds, usable = evidence(one)

@@ -25,9 +25,9 @@ from workbench.sim.run.memory_checks import MAX_ROUND_STEPS, longest_round, requ
 from workbench.sim.run.simulate import simulate_sizes
 from workbench.tasks import Learner
 
-MAX_REASONS = 3  # reasons in an error
-MAX_UNEVEN_RANKS = 64  # ranks up to which each has its own speed
-UNTYPICAL_STEPS, MIN_STEPS = 3, 2  # untypical first steps; measured steps, at least
+MAX_REASONS = 3  # in an error
+MAX_UNEVEN_RANKS = 64  # up to which each has its own speed
+UNTYPICAL_STEPS, MIN_STEPS = 3, 2  # first steps; measured steps, at least
 
 
 class PlannedPair(NamedTuple):
@@ -53,7 +53,7 @@ class PlannedPair(NamedTuple):
 
 
 def _describe_member(member: Any) -> str:
-    """Returns a member as code, without default knobs."""
+    """As code, without default knobs."""
     usual = {knob.name: knob.default for knob in knobs(type(member))}
     turned = [(k.name, k.default) for k in knobs(member) if k.default != usual[k.name]]
     said = ", ".join(
@@ -70,8 +70,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     times the batch of one rank. If replicas behave alike, one stands for all (`simulate(alike=True)`). Above
     `MAX_UNEVEN_RANKS` ranks, each rank is as fast as the slowest is expected to be (`Costs.even`).
 
-    costs:      compute times (`Costs.measured(run)`), if `experiment` has no `pace`: the time of one replica's batch on
-                one rank
+    costs:      compute times (`Costs.measured(run)`), if `experiment` has no `pace`: of one replica's batch on one rank
     strategies: by default the exact ones, and the experiment's own
     partitions: by default the whole model with and without checkpointing, and up to 64 stages or slices that divide the
                 number of ranks
@@ -148,7 +147,7 @@ def _simulate_pair(e: Experiment, strategy: Any, way: Partition, costs: Costs, l
 
 
 def _list_exact_strategies(e: Experiment) -> list[Any]:
-    """Returns the experiment's strategy, and exact strategies with default knobs."""
+    """Also exact strategies with default knobs."""
     from workbench.strategies import Strategy
 
     kinds: dict[str, Any] = members(Strategy)

@@ -17,9 +17,9 @@ from workbench.sim.costs.costs import Costs
 from workbench.sim.costs.even_ranks import explain_unlike
 from workbench.sim.run.simulate import simulate_sizes
 
-UNTYPICAL_STEPS = 2  # untypical first steps
+UNTYPICAL_STEPS = 2  # first steps
 MIN_STEPS = 4  # measured steps, at least; of a periodic strategy 2 rounds
-MAX_UNEVEN_RANKS = 64  # ranks up to which each has its own speed
+MAX_UNEVEN_RANKS = 64  # up to which each has its own speed
 
 
 class QuickPrediction(NamedTuple):
@@ -48,7 +48,7 @@ class QuickSimulator:
         self._seen = dict[Any, Any]()
 
     def predict_step(self, e: Experiment) -> QuickPrediction:
-        """Predicts a step. Raises KnobError or StrategyError."""
+        """Raises KnobError or StrategyError."""
         every = count_round_steps(e)
         looked = max(MIN_STEPS, 2 * every if every > 1 else 0)
         e = replace(e, steps=UNTYPICAL_STEPS + looked, eval_every=0, policy=ByHand()).checked()

@@ -63,7 +63,7 @@ class Scaling(list[ScalingRow]):
 
 
 def make_scaling_row(quick: QuickSimulator, ranks: int, made: Callable[[int], Experiment]) -> ScalingRow:
-    """Simulates the experiment that `made` returns."""
+    """made: returns the experiment"""
     try:
         e = made(ranks)
         if ranks > MAX_UNEVEN_RANKS and (reason := explain_unlike(e, quick.costs.even(ranks))):

@@ -19,10 +19,10 @@ from workbench.sim.plan.trials import Settings, format_value
 from workbench.strategies.byte_scheduler import ByteScheduler
 from workbench.strategies.local_sgd import LocalSGD
 
-BYTE_KNOBS = ("strategy.partition_mb", "strategy.credit_mb")  # the knobs that ByteScheduler's authors tune
-MAX_COMBINATIONS = 512  # combinations, at most
+BYTE_KNOBS = ("strategy.partition_mb", "strategy.credit_mb")  # ByteScheduler's authors tune them
+MAX_COMBINATIONS = 512  # at most
 Trying = Mapping[str, Any] | Sequence[str] | None
-POINTS_PER_RANGE = 5  # points of a range that the simulator evaluates
+POINTS_PER_RANGE = 5  # of a range that the simulator evaluates
 
 
 class Dimension(NamedTuple):
@@ -34,7 +34,7 @@ class Dimension(NamedTuple):
 
     @property
     def value_labels(self) -> tuple[str, ...]:
-        """Text for Optuna's categorical distribution."""
+        """For Optuna's categorical distribution."""
         return tuple(format_value(value) for value in self.values)
 
     @property
@@ -50,10 +50,7 @@ class Dimension(NamedTuple):
 
 
 def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]]) -> list[Dimension]:
-    """Returns the search space. asked: None (`usual_space`), a list of knobs, or values (a list) or a range by knob.
-
-    Raises KnobError.
-    """
+    """asked: None (`usual_space`), a list of knobs, or values (a list) or a range by knob. Raises KnobError."""
     if asked is None:
         asked = list(BYTE_KNOBS) if isinstance(e.strategy, ByteScheduler) else usual_space(e)
     if isinstance(asked, Mapping):
@@ -80,7 +77,7 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
 
 
 def usual_space(e: Experiment) -> dict[str, list[Any]]:
-    """Returns the default search space by knob."""
+    """The default search space, by knob."""
     found: dict[str, list[Any]] = {"bucket_mb": [e.bucket_mb / 4, e.bucket_mb, min(e.bucket_mb * 4, 1024.0)]}
     codecs = [Dense(), Cast(), TopK.usual(), PowerSGD.usual()]
     found["compressor"] = [c for c in codecs if _can_set(e, "compressor", c)]
@@ -112,7 +109,7 @@ def _make_dimension(e: Experiment, path: str, asked: Any) -> Dimension:
 
 
 def _read_value(e: Experiment, path: str, value: Any) -> Any:
-    """Returns the value as the experiment would hold it. If it also needs other settings, returns it as given."""
+    """Returns the value as the experiment would hold it; as given, if it also needs other settings."""
     try:
         return reduce(getattr, path.split("."), e.set(path, value))
     except KnobError:
@@ -153,12 +150,12 @@ def current_settings(e: Experiment, dims: Sequence[Dimension]) -> Settings:
 
 
 def apply_settings(e: Experiment, settings: Settings) -> Experiment:
-    """Returns `e` with these settings. Raises KnobError."""
+    """Raises KnobError."""
     return user_input.turned(e, settings.items())
 
 
 def learns_alike(before: Experiment, after: Experiment) -> bool:
-    """Returns whether both experiments learn the same, up to the order of sums."""
+    """Whether both experiments learn the same, up to the order of sums."""
     exact = before.strategy.exact and after.strategy.exact
     same = before.strategy == after.strategy or (exact and before.strategy.batches(1) == after.strategy.batches(1))
     coded = after.compressor == before.compressor or isinstance(after.compressor, Dense)

@@ -33,9 +33,9 @@ class Trial:
     seconds:   mean step time per batch of a step (`strategy.accumulate`); None if refused or not measured
     low, high: the ends of its confidence interval
     predicted: the simulator's prediction in seconds, or None
-    steps:     steps of the run in the trial, including steps to settle
+    steps:     of the run in the trial, including steps to settle
     loss:      share by which the loss exceeds its earlier trend; None: no comparison was needed
-    ranks:     number of training ranks
+    ranks:     how many train
     verdict:   "" before the trial has begun
     fit:       False if the trial failed or the loss may exceed its trend
     """
@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """A table row by COLUMNS, without the trial's number."""
+        """By COLUMNS, without the trial's number."""
         took = "" if self.seconds is None else format_seconds(self.seconds)
         if self.seconds is not None and self.high > self.low:
             took += f" ± {format_seconds((self.high - self.low) / 2)}"
@@ -67,7 +67,7 @@ class Tuned:
     """The result of `tune`, shown as a table.
 
     trials:   in order; the first has the settings in force before
-    left_out: settings that are invalid or far slower by the simulator's prediction, so they were not tried
+    left_out: settings that were not tried: invalid, or far slower by the simulator's prediction
     """
 
     best: Trial
@@ -125,7 +125,7 @@ def make_interval(values: Sequence[float], confidence: float, looks: int = 1) ->
 
 
 def student_quantile(p: float, freedom: int) -> float:
-    """Returns a quantile of Student's t."""
+    """Of Student's t."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, p))

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
 
 MIN_STEPS = 40  # measured and simulated steps, at least
-MIN_ROUNDS = 4  # simulated rounds of a periodic strategy, at least
-UNTYPICAL_STEPS = 2  # untypical steps after a change or at the beginning
+MIN_ROUNDS = 4  # of a periodic strategy, at least
+UNTYPICAL_STEPS = 2  # after a change or at the beginning
 
 
 class WhatIf(NamedTuple):
@@ -46,7 +46,7 @@ class WhatIf(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Simulation error for the same settings, as a share of the measured time."""
+        """For the same settings, as a share of the measured time."""
         return self.same / self.measured - 1.0
 
     def __repr__(self) -> str:
@@ -73,7 +73,7 @@ def what_if(run: Run, settings: Mapping[str, Any] | None = None, network: str = 
 
 def predict_scaling(run: Run, settings: Mapping[str, Any] | None = None, network: str = "",
             ranks: Sequence[int] = RANK_COUNTS) -> Scaling:  # fmt: skip
-    """Simulates several numbers of ranks, up to 4,096. Raises KnobError."""
+    """ranks: numbers of ranks, up to 4,096. Raises KnobError."""
     _require_mapping(settings)
     if not isinstance(ranks, (list, tuple, range)):
         raise KnobError(f"ranks={short(ranks)}: must be a list of numbers of ranks, such as [8, 64, 4096]")
@@ -87,7 +87,7 @@ def _require_mapping(settings: Any) -> None:
 
 
 class RunPredictor:
-    """Predicts several settings of a run. Measures costs and simulates the run's settings once."""
+    """Measures costs and simulates the run's settings once."""
 
     def __init__(self, run: Run) -> None:
         self.now = present_experiment(run)
@@ -134,14 +134,14 @@ def present_experiment(run: Run) -> Experiment:
 
 
 def _count_steps(experiment: Experiment) -> int:
-    """Returns the number of steps to simulate: whole rounds of a periodic strategy."""
+    """Whole rounds of a periodic strategy."""
     every = int(getattr(experiment.strategy, "every", 1))
     rounds = max(MIN_ROUNDS, -(-MIN_STEPS // every))
     return UNTYPICAL_STEPS + rounds * every
 
 
 def _settled_range(run: Run) -> tuple[int, int]:
-    """Returns the range of recent steps under the present settings."""
+    """Of recent steps under the present settings."""
     first, stop = analysis.last_steps(run.timeline, MIN_STEPS)
     changed = [c.at_step + UNTYPICAL_STEPS for c in run.changes]
     return min(max(first, UNTYPICAL_STEPS if stop > UNTYPICAL_STEPS else 0, *changed), max(stop - 1, 0)), stop
