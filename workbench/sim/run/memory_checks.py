@@ -27,8 +27,8 @@ MEMORY_KNOBS = (
     "memory_mb",
     "clip",
 )  # use memory
-SIMULATED_STEPS = 3  # steps before and after a change: the optimizer has state from the second step on
-MAX_ROUND_STEPS = 64  # simulated steps of a strategy's round or warm-up, at most
+SIMULATED_STEPS = 3  # before and after a change: the optimizer has state from the second step on
+MAX_ROUND_STEPS = 64  # of a strategy's round or warm-up, at most
 
 
 def longest_round(strategy: Any) -> int:
@@ -37,7 +37,7 @@ def longest_round(strategy: Any) -> int:
 
 
 def require_memory(e: Experiment, path: str | Mapping[str, Any] = "", value: Any = None) -> None:
-    """Raises KnobError if a rank of `e` needs more than `memory_mb`. The error gives the memory needed.
+    """Raises KnobError with the memory needed if a rank of `e` needs more than `memory_mb`.
 
     path, value: a change that must fit during the switch and after it
 
@@ -79,7 +79,7 @@ def _foresee_memory(e: Experiment, change: dict[str, Any]) -> list[analysis.Rank
 
 
 def _describe_refusal(e: Experiment, change: dict[str, Any], error: OutOfMemory) -> str:
-    """Returns the refusal. If the switch does not fit, it suggests only simulated settings."""
+    """If the switch does not fit, suggests only simulated settings."""
     lack = error.lack
     if lack is None or not change:
         return str(error)
@@ -103,7 +103,7 @@ def _does_fit(e: Experiment, change: dict[str, Any]) -> bool:
 
 
 def _count_late_bytes(e: Experiment) -> int:
-    """Returns the bytes of buckets that may wait for sums on real ranks."""
+    """Of buckets that may wait for sums on real ranks."""
     return _count_outstanding(e) * int(e.bucket_mb * MB)
 
 

@@ -19,7 +19,7 @@ _LAST: list[tuple[Any, Outlined]] = []  # the task of the last check
 
 
 def is_outlined(task: Any) -> bool:
-    """Returns whether a check of this task builds no model."""
+    """Whether a check of this task builds no model."""
     return bool(_LAST) and _LAST[0][0] == task
 
 

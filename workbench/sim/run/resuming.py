@@ -1,6 +1,6 @@
 """Resumes a run from a checkpoint: determines the first settings and the changes before the first step.
 
-Settings that differ become changes. For another number of ranks, this process first gathers the checkpoint's state. It
+Settings that differ become changes. For another number of ranks, this process first gathers the checkpoint's state: it
 simulates the checkpoint's ranks with real tensors and without a step.
 """
 
@@ -71,7 +71,7 @@ def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
 
 
 def _plain_task(checkpoint: Checkpoint) -> Any:
-    """Returns the task as plain data; None if only the notebook can make it."""
+    """As plain data; None if only the notebook can make the task."""
     with suppress(KnobError):
         return to_plain(settings_of(checkpoint).task)
     return None
@@ -136,7 +136,7 @@ def _list_differing_knobs(start: Experiment, wanted: Experiment) -> Iterator[dic
 
 
 def _first_settings(saved: Experiment, wanted: Experiment) -> Experiment:
-    """Returns first settings for another number of ranks: close to the old ones, with the whole model per rank."""
+    """For another number of ranks: close to the old settings, with the whole model per rank."""
     reason: KnobError | None = None
     for compressor in (saved.compressor, wanted.compressor):
         try:
@@ -193,7 +193,7 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
 
 
 def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
-    """Fills `made` from the checkpoint's pieces. Returns False if they do not fit. Raises RunError for damage."""
+    """Returns False if the pieces do not fit `made`. Raises RunError for damage."""
     files = CheckpointFiles(checkpoint)
     try:
         state = read_whole_model(checkpoint, files)
@@ -210,7 +210,7 @@ def _fill_from_pieces(made: nn.Module, checkpoint: Checkpoint) -> bool:
 
 
 def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
-    """Returns the state dict of the trained model. Raises the errors of `model_of`."""
+    """Returns the trained model's state dict. Raises the errors of `model_of`."""
     if checkpoint.kind != MODEL_KIND:
         return dict(model_of(checkpoint, task).state_dict())
     return read_model_state(open_image(checkpoint, CheckpointFiles(checkpoint), 0, alone=True))
@@ -229,7 +229,7 @@ def _load_state(model: nn.Module, state: dict[str, Any]) -> nn.Module:
 
 
 def _restore_ranks(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[[Any], Awaitable[None]]) -> None:
-    """Restores all ranks of the checkpoint. Each calls `hand_in`."""
+    """Each of the checkpoint's ranks calls `hand_in`."""
     strategy = DDP() if saved.strategy.opaque else saved.strategy  # DDP leaves the same state
     e = replace(
         saved, strategy=strategy, steps=checkpoint.step or 1, policy=ByHand(), eval_every=0, memory_mb=0.0, pace=1.0,
@@ -239,7 +239,7 @@ def _restore_ranks(checkpoint: Checkpoint, saved: Experiment, hand_in: Callable[
 
 
 def write_state(path: Path | str, made: Callable[[], dict[str, Any]]) -> Path:
-    """Writes a state dict. Raises KnobError, or RunError if writing fails."""
+    """Raises KnobError, or RunError if writing fails."""
     try:
         return written_model(path, made)
     except Unwritable as error:

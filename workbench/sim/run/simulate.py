@@ -57,10 +57,10 @@ def simulate(
               the losses of real training, bit-identical between runs.
     replay:   a run on the engine with random choices to repeat. If ranks keep no common step, messages come from the
               same senders, and backgrounds run after the same steps.
-    alike:    True: only the first replica's ranks are simulated and recorded. They stand for the other replicas
-              bit-identically, so thousands of ranks cost as little as a few. Needs sizes only and no changes. Data on
-              a host or disk (ZeROOffload, ZeROInfinity) are the first rank's. Other ranks may differ by 4 bytes for
-              each parameter in their shard, and by the shorter last shard.
+    alike:    True: simulates and records only the first replica's ranks. They stand for the other replicas
+              bit-identically, so thousands of ranks cost as little as a few. Needs sizes only and no changes. Data on a
+              host or disk (ZeROOffload, ZeROInfinity) are the first rank's. Other ranks may differ by 4 bytes for each
+              parameter in their shard, and by the shorter last shard.
     resume:   the checkpoint to continue from (`Checkpoint.open`), bit-identical to the engine. Needs real tensors, as
               many ranks and the same settings
     checkpoints: the folder for checkpoints of `save_every`, with real tensors
@@ -170,7 +170,7 @@ def _run_simulation(
 
 
 def _count_simulated_ranks(experiment: Experiment, costs: Costs | None, more: bool) -> int:
-    """Returns the number of ranks that stand for all. Raises KnobError."""
+    """Returns how many ranks stand for all. Raises KnobError."""
     reason = (
         "alike: it is for sizes only, without changes and without a replay"
         if more
@@ -201,7 +201,7 @@ def _make_rank_sizes(
 
 
 def _make_joining_rank(learner: Learner, body: Any, experiment: Experiment, place: int) -> Any:
-    """Returns the model, data and optimizer of a new rank. body: of an earlier rank"""
+    """Returns a new rank's model, data and optimizer. body: of an earlier rank"""
     if isinstance(body, RankSizes):
         return RankSizes(body.whole, experiment.bucket_mb)
     return RankTensors(experiment, learner, place)
@@ -240,8 +240,8 @@ def _catch_exit() -> Iterator[None]:
 def _isolate_process(real: bool) -> Iterator[None]:
     """Restores the caller's random numbers, threads and garbage-collector thresholds afterwards.
 
-    A step of a thousand ranks creates and frees some 100,000 objects. At the usual threshold, the search for cycles
-    takes half of the time.
+    A step of a thousand ranks creates and frees some 100,000 objects. At the usual threshold, half of the time goes
+    into the search for cycles.
     """
     state, own, threads, often = torch.get_rng_state(), random.getstate(), torch.get_num_threads(), gc.get_threshold()
     gc.set_threshold(1_000_000, 20, 20)
