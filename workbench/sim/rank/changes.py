@@ -60,7 +60,7 @@ class Reconfigurable(RankLoop):
         return self.body.optimizer
 
     def require_trainable(self, wanted: Experiment) -> Experiment:
-        """Returns `wanted` if this model can be simulated under it. Raises KnobError."""
+        """Returns `wanted`. Raises KnobError if this model cannot be simulated under it."""
         if reason := explain_refusal(wanted, self.world.costs, lambda: self.body.make_optimizer(wanted)):
             raise KnobError(reason)
         require_trainable(self, wanted)
@@ -118,11 +118,11 @@ class Reconfigurable(RankLoop):
         return self.body.learner
 
     def make_example(self, wanted: Experiment) -> Any:
-        """Returns the same batch on all ranks, without a draw from the training data."""
+        """The same batch on all ranks, without a draw from the training data."""
         return make_example(self.learner, wanted, "cpu" if self.world.real else "meta")
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
-        """Makes this rank hold these parameters. held: False if their shards come later"""
+        """held: False if the parameters' shards come later"""
         seed = find_random_seed(self.experiment, self.rank.id, self.rank.step)
         if (spread and spread.split) or (self.spread and self.spread.split):
             self.body.reseed_rng(seed)
@@ -162,7 +162,7 @@ class Reconfigurable(RankLoop):
         self.mark_buckets()
 
     async def share_again(self, lay: Callable[[], None]) -> None:
-        """Lets `lay` lay out the parameters in the rank's memory, and shares them again if they were shared."""
+        """If the parameters were shared, shares them again after `lay`."""
         if self.common:
             await self.gather(0)
         lay()
@@ -171,13 +171,13 @@ class Reconfigurable(RankLoop):
             self.share_parameters()
 
     def share_parameters(self) -> None:
-        """Lets all ranks use rank 0's memory for parameters. They must stand still and hold equal values."""
+        """All ranks use rank 0's memory. They must stand still and hold equal values."""
         self.common = True
         if self.world.real:
             self.body.share_memory(self.world.sessions[0].body)
 
     def foresee_reads(self, cheaply: bool) -> Any:
-        """Returns what a step will read; None if unknown."""
+        """Returns None if unknown."""
         if self.world.real:
             return foresee_trace(self.learner, self.experiment, cheaply)
         return self.body.access_trace if (self.body.is_cheap and self.learner.pure) or not cheaply else None
@@ -203,11 +203,11 @@ class Reconfigurable(RankLoop):
         self.reset_groups()
 
     def sharded(self, buckets: ShardLayout | None) -> None:
-        """Sets the shards of the optimizer state. With sizes only, ranks share one optimizer."""
+        """With sizes only, ranks share one optimizer."""
         self.body.shards = buckets
 
     def reset_groups(self) -> None:
-        """Resets the counts of children, which differ between stages."""
+        """Counts differ between stages."""
         for lane in self.host.lanes.values():
             lane.reset_counts()
 
@@ -219,7 +219,7 @@ class Reconfigurable(RankLoop):
 
     @contextmanager
     def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """Records a switch of strategy as one span. Late ranks continue with the step of the first rank."""
+        """As one span. Late ranks continue with the step of the first rank."""
         if has_common_step(was):
             self.world.latest = self.rank.step
         self.rank.step = self.world.latest

@@ -33,7 +33,7 @@ class CheckpointStore:
 
 
 class _RankWriter:
-    """The interface of a CheckpointStore for one rank."""
+    """A CheckpointStore's interface for one rank."""
 
     is_busy = False
 
@@ -44,11 +44,11 @@ class _RankWriter:
         self._kept.take_image(self._session, image, about)
 
     def close(self, patience: float | None = None) -> None:
-        """Does nothing: no write is under way."""
+        """No write is under way."""
 
 
 def write_checkpoint(folder: Path, images: list[RankImage], about: dict[str, Any]) -> Path:
-    """Writes a checkpoint of one image per rank. Raises OSError."""
+    """One image per rank. Raises OSError."""
     draft = Draft(folder, about["step"])
     draft.begin()
     try:

@@ -44,7 +44,7 @@ def evaluate_mean(ranks: list[RankTensors]) -> list[Evaluated]:
 
 
 def _evaluate_spread(ranks: list[RankTensors], spread: ReplicaSpread) -> list[Evaluated]:
-    """Returns the same for spread replicas. The parts of the mean replica compute together."""
+    """The parts of the mean replica compute together."""
     drifts = [0.0] * len(ranks)
     count, ways = len(spread), spread.split.ways if spread.split else 1
     with ExitStack() as held:

@@ -25,14 +25,14 @@ from workbench.sim.rank.checkpoints import CheckpointStore
 from workbench.sim.rank.joining import JoinEvent
 from workbench.sim.rank.session import Session
 
-VOTE_SECONDS = 0.27  # seconds from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
-REPLACEMENT_SECONDS = 2.0  # seconds until replacements join on new engines: the median in docs/data/replaced.json
+VOTE_SECONDS = 0.27  # from noticing a crash until ranks train again: the median of the kills behind `NOTICED`
+REPLACEMENT_SECONDS = 2.0  # until replacements join on new engines: the median in docs/data/replaced.json
 
 Body = Callable[[Experiment, int], Any]
 
 
 def can_crash(e: Experiment, changes: Sequence[Planned]) -> bool:
-    """Returns whether the settings let a rank crash."""
+    """Whether the settings let a rank crash."""
     if e.policy.decides or crashed((), e.fabric.faults, e.ranks):
         return True
     for change in (c for c in changes if isinstance(c, Change)):
@@ -47,13 +47,13 @@ def can_crash(e: Experiment, changes: Sequence[Planned]) -> bool:
 
 
 class Generations:
-    """A run's generations. made: makes a new rank's model and data; folder: for checkpoints"""
+    """made: makes a new rank's model and data; folder: for checkpoints"""
 
     def __init__(self, world: VirtualWorld, made: Body, folder: Any = None) -> None:
         self.world, self._made, self._folder = world, made, folder
         self.records = [world.record]
-        self._next = world.size  # the number of the next new rank
-        self._coming: list[float] = []  # times when replacements are ready
+        self._next = world.size  # the next new rank's
+        self._coming: list[float] = []  # when replacements are ready
 
     def run_generations(self, sessions: list[Session]) -> list[Session]:
         """Returns the last generation's sessions."""
@@ -129,7 +129,7 @@ class Generations:
             world.clock.resume_if_reached(max(at, world.clock.now), TimedCall(self._plan_join))
 
     def _plan_join(self) -> None:
-        """Plans a join of ready replacements before the next step that no rank has begun."""
+        """Ready replacements join before the next step that no rank has begun."""
         world = self.world
         count = sum(at <= world.clock.now for at in self._coming)
         known = [c for session in world.sessions for c in session.queue.planned if isinstance(c, JoinEvent)]

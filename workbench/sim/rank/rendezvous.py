@@ -33,7 +33,7 @@ class Rendezvous:
             await Op("park", self._store_waiting, "its workers")
 
     async def check_meeting(self) -> bool:
-        """Returns whether a meeting takes place now. An idle rank waits for one."""
+        """Whether a meeting takes place now. An idle rank waits for one."""
         world, strategy, step = self.run.world, self.run.experiment.strategy, self.run.rank.step
         if world.missed:
             await Op("park", lambda fiber: None, "those who are left")
@@ -60,7 +60,7 @@ class Rendezvous:
             await Op("park", world.add_listener, "a meeting or the end")
 
     async def assemble_ranks(self) -> None:
-        """Waits for all ranks and the end of their backgrounds."""
+        """Also waits for the end of their backgrounds."""
         world = self.run.world
 
         def joint(steps: list[int]) -> list[None]:

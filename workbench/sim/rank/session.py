@@ -50,10 +50,7 @@ if TYPE_CHECKING:
 
 
 class Session(Reconfigurable):
-    """A run on one virtual rank. Changes use part of it (`host/transfer/change_view.py`).
-
-    member: the rank's number in the run
-    """
+    """Changes use part of it (`host/transfer/change_view.py`). member: the rank's number in the run"""
 
     def __init__(
         self,
@@ -124,7 +121,7 @@ class Session(Reconfigurable):
         return KnownMemory(self.body, lambda: self.experiment.batch)
 
     def _make_for(self, params: list[Any]) -> Any:
-        """Returns an optimizer of these parameters at the present learning rate, without state."""
+        """At the present learning rate, without state."""
         optimizer = self.body.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
@@ -132,7 +129,7 @@ class Session(Reconfigurable):
     # -- generations --
 
     def _enter_generation(self, before: Session | None, to: NextGeneration) -> None:
-        """Enters a generation. before: this rank in the previous one, None for a new rank"""
+        """before: this rank in the previous generation, None for a new rank"""
         self.rank.step = to.came.step
         if before is not None:
             self.rank.lr, self.rate = before.rank.lr, before.rate
@@ -142,7 +139,7 @@ class Session(Reconfigurable):
             self.body.discard_step()
 
     def leave_generation(self, saved: list[int]) -> RankReport:
-        """Undoes the generation's state, and returns a report. saved: steps with checkpoints"""
+        """Undoes the generation's state. saved: steps with checkpoints"""
         if self.common and self.world.real:
             self.body.unshare_memory()
         self.common = False
@@ -150,7 +147,7 @@ class Session(Reconfigurable):
         return make_rank_report(self, self.member, parts, saved if parts else ())
 
     async def confirm_formed(self) -> None:
-        """Lets all ranks pass at one time, so none crashes before every rank holds the full state."""
+        """All ranks pass at one time, so none crashes before every rank holds the full state."""
         await self.gather(0)
         self.body.forget_order()  # like real ranks, all ranks learn it again, because a new rank lacks it
 
@@ -270,7 +267,7 @@ class Session(Reconfigurable):
         return found
 
     def _count_evaluation(self, together: bool) -> None:
-        """Counts an evaluation's memory, if each rank has its own memory."""
+        """If each rank has its own memory."""
         if (
             self.memory_account.is_evaluation_measured
             and (nbytes := count_evaluation_bytes(self, together, self.body.measure_evaluation())) is not None
