@@ -19,8 +19,8 @@ from workbench.sim.plan.trials import Settings, Trial, Tuned, format_settings
 from workbench.sim.tune.proposer import PredictedOrder, Proposer, predict_order
 from workbench.sim.tune.trial_runner import POLL_SECONDS, Overruled, TrainingRanks, TrialLimits, TrialRunner
 
-MAX_TRIALS = 20  # the default number of trials, at most
-TRIED_SHARE = 0.22  # default share of settings to try: safely under 25 % of a full sweep's steps
+MAX_TRIALS = 20  # by default, at most
+TRIED_SHARE = 0.22  # of settings to try by default: safely under 25 % of a full sweep's steps
 
 
 class SearchStopped(Exception):
@@ -39,7 +39,7 @@ class Tuning:
     keep:       whether the best settings stay at the end; False: the search restores the earlier settings
 
     If ranks are lost or a change is refused, the trial ends with that verdict and the next one begins. If the number of
-    ranks changes, the search measures the earlier settings again. It compares only trials with equal numbers of ranks.
+    ranks changes, the search measures the earlier settings again, and compares only trials with equal numbers of ranks.
     If a user sets a tuned knob, the search ends and the user's value stays. Another knob restarts the present trial.
     """
 

@@ -23,11 +23,11 @@ from workbench.sim.plan.quick_simulator import QuickSimulator
 from workbench.sim.plan.search_space import Dimension, apply_settings, list_candidates
 from workbench.sim.plan.trials import Settings, Trial
 
-RANDOM_TRIALS = 10  # random trials before the process proposes: Optuna's default
-MAX_UNUSABLE = 12  # unusable proposals of the process before the simulator proposes instead
+RANDOM_TRIALS = 10  # before the process proposes: Optuna's default
+MAX_UNUSABLE = 12  # of the process, before the simulator proposes instead
 MAX_SLOWDOWN = 1.5  # factor over the best predicted time; slower settings are not tried
-SIMULATOR_SHARE = 0.7  # share of trials that the simulator proposes
-RIDGE_WEIGHT = 1.0  # ridge weight: a correction from one trial counts by half
+SIMULATOR_SHARE = 0.7  # of trials
+RIDGE_WEIGHT = 1.0  # a correction from one trial counts by half
 
 
 class PredictedOrder(NamedTuple):
@@ -40,7 +40,7 @@ class PredictedOrder(NamedTuple):
 def predict_order(
     e: Experiment, dims: Sequence[Dimension], costs: Costs, slower: float = MAX_SLOWDOWN
 ) -> PredictedOrder:
-    """Orders settings by prediction. Settings that cannot be simulated come last."""
+    """Settings that cannot be simulated come last."""
     quick, found, silent, out = (
         QuickSimulator(e, costs),
         list[tuple[Settings, float]](),
@@ -103,7 +103,7 @@ class Proposer:
         return self._predicted.get(_make_key(settings))
 
     def propose_first(self, settings: Settings) -> Any:
-        """Begins with the settings in force. Returns a token for `report_trial`; None outside the search space."""
+        """settings: in force. Returns a token for `report_trial`; None outside the search space."""
         return self._note_proposal(self._enqueue_trial(settings), settings)[0]
 
     def propose_next(self) -> tuple[Any, Settings] | None:
@@ -124,7 +124,7 @@ class Proposer:
         return self._note_proposal(self._enqueue_trial(left[0]), left[0]) if left else None
 
     def report_trial(self, asked: Any, seconds: float | None, excess: float) -> None:
-        """Reports a trial. seconds: None if refused; excess: positive if unusable."""
+        """seconds: None if refused; excess: positive if unusable"""
         if seconds is not None and self._done[-1] in self._predicted:
             self._measured[self._done[-1]] = (self._last, math.log(seconds / self._predicted[self._done[-1]]))
         if asked is not None:
@@ -207,7 +207,7 @@ def _import_optuna() -> Any:
 
 @contextmanager
 def _silence_optuna(optuna: Any) -> Iterator[None]:
-    """Keeps Optuna's log out of notebooks."""
+    """In notebooks."""
     said = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT = 60.0  # seconds within which training ranks answer a change
 POLL_SECONDS = 0.05  # seconds between two reads of the record
 LOOK_GROWTH = 1.5  # factor of steps between two looks at the interval
-TREND_STEPS = 200  # steps of the loss's trend, at most
+TREND_STEPS = 200  # of the loss's trend, at most
 
 
 class TrainingRanks(Protocol):
@@ -87,7 +87,7 @@ class TrialRunner:
         self._mine: set[str] = set()
         self._heard = len(on.changes)
         self._come_and_gone = 0  # Marks "members" before the trial
-        self._before = 0  # steps in the trend
+        self._before = 0  # in the trend
         self._trend: list[tuple[int, int, int]] = []  # (first step, stop, batches per step)
 
     def run_trial(self, trial: Trial, best: Trial | None) -> Trial:
@@ -105,7 +105,7 @@ class TrialRunner:
         return replace(found, steps=max(0, _newest_step(self._require_run()) - began))
 
     def apply_settings(self, settings: Settings) -> int:
-        """Applies settings, and returns the first step under all of them. Raises KnobError and undoes the changes."""
+        """Returns the first step under all settings. Raises KnobError and undoes the changes."""
         if not self.on.live:
             raise RunError("tune: the run has ended; train longer, or take fewer trials")
         former, asked = dict[str, Any](), []
@@ -129,7 +129,7 @@ class TrialRunner:
         return max([first, *asked])
 
     def restore_settings(self, settings: Settings) -> None:
-        """Restores earlier settings. If this run has ended, the next run has them."""
+        """If this run has ended, the next run has the settings."""
         if self.on.live:
             try:
                 self.apply_settings(settings)
@@ -265,7 +265,7 @@ def _list_looks(least: int, most: int) -> Iterator[int]:
 
 
 def _round_means(lasted: list[float], each: int) -> list[float]:
-    """Returns the mean seconds per step of each complete round. each: steps per round"""
+    """Of seconds per step, for each complete round. each: steps per round"""
     return [sum(lasted[i : i + each]) / each for i in range(0, len(lasted) - each + 1, each)]
 
 
@@ -281,7 +281,7 @@ def _read_value(e: Experiment, path: str) -> Any:
 
 
 def _newest_step(run: Run) -> int:
-    """Returns the last recorded step, or -1."""
+    """-1 if none is recorded."""
     rows = run.timeline.spans.rows()
     return int(rows.step.max()) if len(rows) else -1
 
