@@ -82,7 +82,7 @@ class CollectiveIssuer:
         return wire.all_to_all(out, x, takes, gives), out.split(takes)
 
     def _reduce_scatter(self, wire: Wire, op: Op) -> tuple[Any, Any]:
-        """By an all-to-all and a local sum: gloo's own moves the bytes of a whole all-reduce."""
+        """Uses an all-to-all and a local sum: gloo's own moves the bytes of a whole all-reduce."""
         x = wire.to_carriable(_wire_view(op.args[0]))
         out = torch.empty_like(x)
         return wire.all_to_all(out, x), out

@@ -161,7 +161,7 @@ class Lane(CollectiveIssuer):
             return self._turns.next_job(agreeing=False)
 
     def _broadcast_choice(self, chosen: list[int] | None) -> list[int]:
-        """Sends the choice outside the Link."""
+        """Broadcasts rank 0's choice, outside the Link."""
         wire = self.wires.for_group(None).aside
         assert wire is not None
         numbers = torch.tensor(chosen or [0] * MAX_CHOSEN, dtype=torch.int64)

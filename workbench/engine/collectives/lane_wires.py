@@ -25,7 +25,7 @@ class GroupWires(NamedTuple):
 
 
 class LaneWires:
-    """Only the lane's thread uses them, or another thread while the lane is idle."""
+    """One lane's lines by group. Only its thread uses them, or another thread while the lane is idle."""
 
     def __init__(self, whole: GroupWires | None, open: Callable[[Group | None], GroupWires]) -> None:
         self._lines: dict[Group | None, GroupWires] = {} if whole is None else {None: whole}

@@ -237,7 +237,7 @@ class ComputePace:
 
     @contextmanager
     def pause_phase(self) -> Iterator[None]:
-        """For another phase inside it, such as an update in a forward."""
+        """Pauses this phase for another one inside it, such as an update in a forward."""
         kept, since = (self._slept, self._stretch, self._asked, self._took), self.paced_sleep.clock.now()
         began, self._asked, self._took = self._began, 0.0, 0.0
         yield

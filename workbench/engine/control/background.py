@@ -68,7 +68,7 @@ class Background:
     # -- called by the training thread --
 
     def start_coroutine(self, coro: Coroutine[Op, Any, Any]) -> None:
-        """Also begins it again after a meeting."""
+        """Begins the coroutine, or begins it again after a meeting."""
         self._over, self._looked = False, -1
         self._idle.clear()
         self._done.clear()

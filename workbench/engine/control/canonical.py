@@ -103,7 +103,7 @@ def use_mean_model(
 
 
 def _replace_by_mean(wire: Wire, x: Tensor) -> Tensor | None:
-    """Returns the old value; None if it equals the mean, to save memory."""
+    """Replaces `x` by the mean of all ranks' `x`. Returns the old value; None if it equals the mean, to save memory."""
     mean = x.detach().clone(memory_format=torch.contiguous_format)  # a view of other memory need not be flat
     wire.wait(wire.all_reduce(mean.view(-1)))
     if torch.equal(mean.div_(wire.size), x):

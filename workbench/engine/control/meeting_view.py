@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundView(RankView, Protocol):
-    """As its background's thread sees it."""
+    """A rank, as its background's thread sees it."""
 
     @property
     def clock(self) -> Clock: ...

@@ -37,7 +37,7 @@ def describe_process() -> list[Any]:
 
 
 def store_process(store: Any, place: int, process: list[Any] | None = None) -> None:
-    """By it other ranks check whether the rank runs. process: default: this one"""
+    """Stores a rank's process, by which other ranks check whether it runs. Default: this process"""
     store.set(f"process {place}", json.dumps(process or describe_process()))
 
 

@@ -148,14 +148,14 @@ class Peers:
         return self.control is not None and self.control.has_lost_peer()
 
     def check_peers(self) -> None:
-        """For waits that no wire ends."""
+        """Raises if this rank must leave or a peer is gone, for waits that no wire ends."""
         if self.leaving.is_set():
             raise Aborted("told to leave")
         if self.has_lost_peer():
             raise ConnectionError("Connection closed by peer")
 
     def check_with_grace(self) -> None:
-        """For a wait for a message, which may arrive LATE_MESSAGE_SECONDS after its sender has left."""
+        """As `check_peers`, but a message may arrive LATE_MESSAGE_SECONDS after its sender has left."""
         if not self.has_lost_peer():
             self._parted = None
         elif self._parted is None:
@@ -192,7 +192,7 @@ class Peers:
         return self._folder / f"{self.session.generation}{name}"
 
     def _share_folder(self, control: Wire) -> Path:
-        """For ranks without a file as store. Only this user can enter it."""
+        """Makes a directory that only this user can enter, for ranks without a file as store."""
         said = torch.zeros(4096, dtype=torch.uint8)
         if self.rank.id == 0:
             made = tempfile.mkdtemp(prefix="workbench-")

@@ -66,7 +66,7 @@ class Chip:
         return x.detach()
 
     def copy_from_host(self, into: Tensor, sent: Tensor) -> None:
-        """From the host's memory, of the same shape. The caller may free `sent` at once."""
+        """Copies `sent` from the host's memory into `into` of the same shape. The caller may free it at once."""
         into.copy_(sent)
 
     def seconds_between(self, first: Any, last: Any) -> float:

@@ -119,7 +119,7 @@ class CudaChip(Chip):
 
 
 def _allocate_pinned(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """For asynchronous copies. torch caches this memory."""
+    """Returns memory for asynchronous copies. torch caches it."""
     return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 

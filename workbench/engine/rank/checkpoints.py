@@ -182,7 +182,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def _write_metadata(draft: Draft, reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """For `dcp.load({"model": ...})` of torch.distributed.checkpoint. Only other programs read this pickle."""
+    """Writes metadata for torch.distributed.checkpoint's `dcp.load({"model": ...})`: a pickle for other programs."""
     import pickle
 
     from torch.distributed.checkpoint import metadata as dcp

@@ -49,7 +49,7 @@ async def _await_op(op: Op) -> Any:
 
 
 def _evaluate_spread(run: ModelView) -> Evaluated:
-    """On the ranks of the first replica, if a replica spans several ranks."""
+    """Evaluates on the ranks of the first replica, if a replica spans several ranks."""
     wire, rank, piece = run.control, run.rank, run.host.pipeline.piece
     assert wire is not None
     found: dict[str, float] = {}
@@ -89,7 +89,7 @@ def _use_replica_mean(run: ModelView) -> Iterator[float]:
 
 
 def evaluate_known(run: ModelView, known: list[Bucket]) -> Evaluated:
-    """In a copy, because the model itself may change."""
+    """Evaluates the parameters that rank 0 knows, in a copy, because the model itself may change."""
     kept = [] if run.evaluation_copy is None else [*run.evaluation_copy.parameters(), *run.evaluation_copy.buffers()]
     with torch.no_grad(), run.memory_account.measure_evaluation(sum(x.nbytes for x in kept)):
         with run.host.alone:

@@ -95,7 +95,7 @@ def _close_failed(training: RankTraining) -> None:
 
 
 def release_wires(session: SessionState) -> None:
-    """On a thread of its own, because it may take seconds for a wire that was cut."""
+    """Closes wires on a thread of its own, because a wire that was cut may take seconds."""
     threading.Thread(
         target=_close_wires, args=(session.take_wires(),), name=f"rank {session.member} giving wires back", daemon=True
     ).start()

@@ -157,7 +157,7 @@ class SessionState(ABC):
 
     @property
     def experiment(self) -> Experiment:
-        """With all changes so far."""
+        """The experiment with all changes so far."""
         return self.training.experiment if self.training is not None else self.began_with
 
     @property
@@ -172,7 +172,7 @@ class SessionState(ABC):
         return self.training
 
     def set_up(self) -> RankTraining:
-        """Also prepares the first step."""
+        """Makes the training, and prepares the first step."""
         training = self.make_training()
         training.begin_training()
         return training

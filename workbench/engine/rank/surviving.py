@@ -136,7 +136,7 @@ def begin_generation(session: SessionState, to: NextGeneration) -> Membership:
 
 
 def make_survivor(session: SessionState) -> RemainingRank:
-    """From it the remaining ranks plan how they go on."""
+    """Returns this rank's view, from which the remaining ranks plan how they go on."""
     folder = Path(session.run_dir or ".") / checkpoints.FOLDER
     return RemainingRank(
         member=session.member, place=session.rank.id, size=session.rank.size, run=session.set_up_already,

@@ -192,7 +192,7 @@ class RankTraining(RankComponents):
 
     @contextmanager
     def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """As one span. Ranks that fell behind take the latest step."""
+        """Records a switch as one span. Ranks that fell behind take the latest step."""
         if has_common_step(was):
             self.meeting.note_step(self.rank.step)
         self.rank.step = self.meeting.latest_step

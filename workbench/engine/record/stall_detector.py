@@ -16,7 +16,7 @@ MIN_STALL_SECONDS = 3.0  # for a Mark: a busy machine may hold a thread up for 1
 
 
 class ClockReading(NamedTuple):
-    """In seconds, read at one moment."""
+    """Three clocks read at one moment, in seconds."""
 
     running: float  # monotonic, without the machine's sleep
     asleep: float  # the machine's sleep so far; 0.0 if the system does not report it

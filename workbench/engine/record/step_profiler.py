@@ -80,7 +80,7 @@ class StepProfiler:
         self._thread.start()
 
     def _load_libraries(self, steps: int) -> None:
-        """By an empty profile."""
+        """Loads the profiler's libraries by an empty profile."""
         try:
             made = _make_profiler(self.device)
             made.start()

@@ -280,7 +280,7 @@ class ScriptLoop(ScriptBatches):
         return around
 
     def intercept_backward(self, really: Callable[..., None], loss: Any, given: Any, **how: Any) -> None:
-        """On the rank's thread if the backward exchanges gradients, else on this one."""
+        """Runs a backward on the rank's thread if it exchanges gradients, else on this one."""
         if not self._open or self.has_left or self._inside or how["inputs"] is not None:
             return really(loss, given, **how)
         self._set_sums_aside()

@@ -85,7 +85,7 @@ def prepare_main(run: ScriptView, script: Any, store: dist.TCPStore | None) -> I
 
 
 def _unload_modules(folder: Path, known: set[str]) -> None:
-    """So that the next run imports edited modules of the script's folder."""
+    """Lets the next run import edited modules of the script's folder."""
     for name in set(sys.modules) - known:
         found = getattr(sys.modules[name], "__file__", None)
         if found and Path(found).is_relative_to(folder) and "site-packages" not in found:

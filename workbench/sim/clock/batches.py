@@ -14,7 +14,7 @@ from workbench.sim.clock.fiber import Fiber
 
 
 class BatchPerformer:
-    """body: the rank's tensors or sizes"""
+    """Draws batches. body: the rank's tensors or sizes"""
 
     def __init__(self, body: Any) -> None:
         self._body = body

@@ -337,7 +337,7 @@ class ChildOrder:
         self._chosen.clear()
 
     def _choose_children(self, lane: Lane) -> None:
-        """On rank 0, of queued children, until their shares add up to 1. Ranks follow after `flag_seconds`."""
+        """Chooses queued children on rank 0 until their shares add up to 1. Ranks follow after `flag_seconds`."""
         free = list(takewhile(lambda child: child.priority > 0, lane.queue))
         found: list[int] = []
         share = 0.0

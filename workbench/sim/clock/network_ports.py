@@ -83,7 +83,7 @@ class Ports:
         return began, left, come
 
     def _message_seconds(self, link: Link, fabric: Fabric, nbytes: int) -> float:
-        """On an unshaped Link: as measured for messages, or a collective's price."""
+        """Returns seconds on an unshaped Link: as measured for messages, or a collective's price."""
         if self.costs is not None and any(self.costs.post):
             return self.costs.post.compute_seconds(nbytes, 1)
         return self._price(link, fabric.shared, even("send", nbytes, self.size))

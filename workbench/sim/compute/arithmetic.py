@@ -30,7 +30,7 @@ class ArithmeticPerformer:
         return PARKED
 
     def run_work(self, fiber: Fiber, op: Op) -> Any:
-        """On the device in a step, in parallel to it in a child."""
+        """Runs a strategy's arithmetic: on the device in a step, in parallel to it in a child."""
         of, flops, name = op.args
         value, costs = of(), self._parts.world.costs
         self._parts.note(f"flops {name}", flops)

@@ -54,7 +54,7 @@ class BucketDelivery:
         return PARKED
 
     async def next_full(self, passing: BucketPass) -> Any:
-        """In a pass of sharded or sliced parameters; PASS_OVER after the last."""
+        """Returns the next full bucket in a pass of sharded or sliced parameters, or PASS_OVER."""
         reading, events = self._unsharder, passing.events
         assert events is not None
         reading.phase = self._rank.phase = passing.phase
@@ -77,7 +77,7 @@ class BucketDelivery:
         return PASS_OVER
 
     async def pass_events(self, passing: BucketPass, events: Iterable[Any]) -> None:
-        """To the end of the pass, without handing out buckets."""
+        """Takes a pass to its end, without handing out buckets."""
         passing.events = deque(events)
         while await self.next_full(passing) is not PASS_OVER:
             pass

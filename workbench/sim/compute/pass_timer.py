@@ -63,7 +63,7 @@ class PassTimer:
         return float(stages.compute_cost(times, chunk * len(stages) + body.piece.stage))
 
     def _other_work_seconds(self, costs: Costs, phase: str, chunk: int) -> float:
-        """For factors and codecs."""
+        """Returns a pass's seconds for factors and codecs."""
         seconds = costs.asked.get("collect", 0.0) if self.collects and phase == "backward" else 0.0
         if self._body.split is not None and costs.coder and phase != "update":
             layers = self._parts.experiment.partition.layers
@@ -138,7 +138,7 @@ class PassTimer:
             self._parts.span("compute", passing.phase, passing.since, passing.since, passing.last, 0)
 
     def end_pass(self, fiber: Fiber, passing: BucketPass) -> Any:
-        """After its last bucket. The pass's loop ends when its time is over."""
+        """Ends a pass after its last bucket. Its loop ends when its time is over."""
         end = self.reach_fraction(fiber, passing, 1.0)
         self.record_stretch(passing)
         if passing.then is not None:

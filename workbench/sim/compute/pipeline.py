@@ -44,7 +44,7 @@ class PipelinePerformer:
         return None if takes is None else PASS_OVER
 
     async def clipped_update(self, op: Op) -> Any:
-        """First the stages of a replica add up their squared gradients."""
+        """Runs an update with clipping: first the stages of a replica add up their squared gradients."""
         x = torch.tensor(
             [self._body.sum_squares()], dtype=torch.float64, device=self._body.layout.order[0].param.device
         )
@@ -57,7 +57,7 @@ class PipelinePerformer:
         return squares
 
     def _find_micro_share(self, chunk: int) -> float:
-        """Of one micro-batch and piece in this stage's compute on a batch."""
+        """Returns the share of one micro-batch and piece in this stage's compute on a batch."""
         return float(self._body.shares[chunk]) / self._count
 
     def stage_forward(self, fiber: Fiber, op: Op) -> Any:

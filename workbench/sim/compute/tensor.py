@@ -47,7 +47,7 @@ class TensorPerformer:
             await refresh_common(self._rank.group("tensor"), body.common_params)
 
     async def joint_forward(self, fiber: Fiber, x: Any, micro: int) -> Any:
-        """On all ranks of the group. Returns the loss."""
+        """Runs a forward of all ranks of the group, and returns its loss."""
         body = self._body
         batch = body.draw_batch(x)
         await self.meet_before(batch)
@@ -58,7 +58,7 @@ class TensorPerformer:
         return loss
 
     async def joint_backward(self, fiber: Fiber, grad: Any, micro: int, exchanged: bool) -> Any:
-        """On all ranks of the group. If exchanged, returns the first full bucket."""
+        """Runs a backward of all ranks of the group. If exchanged, returns its first full bucket."""
         body = self._body
         await self._compute_jointly("backward", lambda: body.run_backward(grad, micro, exchanged))
         passing = self._timing.begin_pass(fiber, "backward", [])
@@ -72,7 +72,7 @@ class TensorPerformer:
         return await self._delivery.next_full(passing)
 
     async def joint_stage(self, what: str, compute: Callable[[], Any], passing: BucketPass, chunk: int) -> Any:
-        """On all ranks of a stage, through a piece of the model, without buckets."""
+        """Runs a pass of a stage's ranks through a piece of the model, without buckets."""
         made = await self._compute_jointly(what, compute)
         await self._delivery.pass_events(
             passing, self._parts.pass_plans[chunk].meetings_of_phase(what.partition(" ")[0])

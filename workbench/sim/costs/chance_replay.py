@@ -43,7 +43,7 @@ class ChanceReplay:
         return senders.popleft() if senders else None
 
     def return_sender(self, rank: int, kind: str, sender: int) -> None:
-        """For the next request of `rank`."""
+        """Puts an unused sender back for the next request of `rank`."""
         self._senders[rank, kind].appendleft(sender)
 
     def peek_round(self, rank: int) -> RecordedRound | None:

@@ -98,7 +98,7 @@ class _RecordedSteps:
         return price_codecs(self.spans, self.find_experiment, self._bucket_bytes)
 
     def measure_own_work(self) -> dict[str, Any]:
-        """Of codecs inside a model and of strategies' arithmetic, also from spread replicas."""
+        """Returns prices of codecs inside a model and of strategies' arithmetic, also from spread replicas."""
         rows, samples = self.run.timeline.spans.rows(), self.run.timeline.samples.rows()
         rows = rows[np.isin(rows.step, self.any)]
         return {
@@ -124,7 +124,7 @@ class _RecordedSteps:
         return c, c.full & np.isin(c.step, self.good) & (link == shaped) & ~sent
 
     def fit_wire_price(self) -> AlphaBeta:
-        """From the median transfer of each kind and size."""
+        """Fits `wire` to the median transfer of each kind and size."""
         c, which = self._list_collectives(shaped=False)
         p = len(self.ranks)
         if not which.any() or p < 2:
@@ -154,13 +154,13 @@ class _RecordedSteps:
             yield messages, took[mine], np.nanmax(c.port[mine], axis=1)
 
     def measure_lateness(self) -> float:
-        """From collectives that the Link dominates."""
+        """Returns `late` from collectives that the Link dominates."""
         over = [took - own for _, took, own in self._group_shaped() if not _outlasts_link(took, own)]
         late = float(np.median(np.concatenate(over))) if over else 0.0
         return late if late > 1e-9 else 0.0
 
     def measure_linked_price(self) -> AlphaBeta:
-        """The mean per message, from collectives that outlast their Link."""
+        """Returns the mean price per message of collectives that outlast their Link."""
         short = [(messages, took) for messages, took, own in self._group_shaped() if _outlasts_link(took, own)]
         if sum(len(took) for _, took in short) < MIN_COLLECTIVES:
             return AlphaBeta()
@@ -175,7 +175,7 @@ class _RecordedSteps:
         return middle if middle > 1e-9 else 0.0
 
     def measure_evaluation(self) -> float:
-        """On the fastest rank, which waits for no other rank."""
+        """Returns an evaluation's seconds on the fastest rank, which waits for no other rank."""
         rows = self.run.timeline.spans.rows()
         rows = rows[rows.equal("lane", "eval")]
         each = [float((rows.t1 - rows.t0)[rows.step == s].min()) for s in np.unique(rows.step)]
@@ -189,7 +189,7 @@ class _RecordedSteps:
 
 
 def _transfer_seconds(c: Arrivals) -> np.ndarray:
-    """Since the last arrival or the previous collective's end, because collectives cross in turn."""
+    """Returns seconds since the last arrival or the previous collective's end, because collectives cross in turn."""
     end = np.fmax.reduce(c.t1, axis=1)
     before = np.concatenate([[-np.inf], np.fmax.accumulate(end)[:-1]])
     took: np.ndarray = end - np.maximum(c.last, np.where(before < end, before, -np.inf))

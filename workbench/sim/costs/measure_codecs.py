@@ -123,7 +123,7 @@ def _group_rows(all_: _CodecStretches) -> dict[tuple[int, str, int], np.ndarray]
 
 
 def _usual_compute(compute: Any) -> float:
-    """The median per rank and step."""
+    """Returns median seconds per rank and step."""
     keys, which = np.unique(np.stack([compute.rank, compute.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), compute.t1 - compute.t0, keys.shape[1])))
 

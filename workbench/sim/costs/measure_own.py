@@ -70,13 +70,13 @@ def price_requests(spans: Any) -> dict[str, float]:
 
 
 def _seconds_per_step(passes: Any) -> float:
-    """The median per rank and step."""
+    """Returns median seconds per rank and step."""
     keys, which = np.unique(np.stack([passes.rank, passes.step]), axis=1, return_inverse=True)
     return float(np.median(np.bincount(which.ravel(), passes.t1 - passes.t0, keys.shape[1])))
 
 
 def _count_backwards(passes: Any) -> float:
-    """As forwards, per rank and step."""
+    """Returns the number of forwards per rank and step."""
     rows = passes[passes.equal("name", "forward")]
     return len(rows) / max(1, len(np.unique(np.stack([rows.rank, rows.step]), axis=1).T))
 

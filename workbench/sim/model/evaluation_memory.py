@@ -88,7 +88,7 @@ def _forward_once(
 
 def _run_stages(following: StorageTracker, count: int, pieces: Sequence[Sequence[nn.Module]], *inputs: Any,
                **named: Any) -> Any:  # fmt: skip
-    """As `pipelining.evaluate_pipeline` does. Returns the last output."""
+    """Runs the stages as `pipelining.evaluate_pipeline` does. Returns the last output."""
     x: Any = None
     for number, parts in enumerate(pieces):
         following.at = number % count

@@ -107,7 +107,7 @@ class KnownMemory:
         return int(self._body.batch_nbytes(self._batch()))
 
     def _list_kept_bytes(self) -> list[KeptBytes] | None:
-        """By piece, also for a sub-model."""
+        """Returns by piece what a batch keeps, also for a sub-model."""
         with self._body.submodel.use_submodel():
             found: list[KeptBytes] | None = self._body.kept(self._batch(), self._body.submodel.counts)
         return found
@@ -118,7 +118,7 @@ class KnownMemory:
 
 
 def _gradient_peak(layout: ParameterLayout, shards: int) -> int:
-    """If each full bucket is cut to one shard."""
+    """Returns the gradients' peak bytes if each full bucket is cut to one shard."""
     most = kept = 0
     for bucket in layout.buckets:
         most, kept = max(most, kept + bucket.nbytes), kept + bucket.nbytes // shards
@@ -148,7 +148,7 @@ def _sharded_peak(kept: KeptBytes, layout: ParameterLayout, shards: int) -> int:
 
 
 def _backward_peak(kept: KeptBytes, new: dict[str, int]) -> int:
-    """Of gradients and remaining activations, over `kept.looks`."""
+    """Returns the peak bytes of gradients and remaining activations over `kept.looks`."""
     came, at, most = 0, 0, 0
     for count, left in kept.looks:
         came += sum(new.get(name, 0) for name in kept.names[at:count])
@@ -197,7 +197,7 @@ def _forward_piece(piece: StageModule, learner: Learner, inputs: Any, came: Tens
 @contextmanager
 def _fake_model(model: nn.Module, learner: Learner, inputs: Any, layers: Partition,
            split: TensorSplit | None) -> Iterator[tuple[nn.Module, Any]]:  # fmt: skip
-    """As fake CPU tensors."""
+    """Provides the model and its inputs as fake CPU tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from workbench.sim.fake.fake_cache import FakeCacheMode
@@ -225,7 +225,7 @@ class _BareLayout:
 
 
 def _list_trained_places(model: nn.Module) -> list[ParameterPlace]:
-    """In reverse order of registration, as a ParameterLayout does."""
+    """Returns trained parameters in reverse order of registration, as a ParameterLayout does."""
     return [ParameterPlace(name, p) for name, p in reversed([*model.named_parameters()]) if p.requires_grad]
 
 

@@ -48,7 +48,7 @@ class ModelPasses:
 
     def kept(self, model: nn.Module, batch: int, layers: Partition, split: TensorSplit | None,
              counts: tuple[int, ...] = ()) -> KeptBytes | None:  # fmt: skip
-        """For a batch's backward; None if unknown. counts: hidden units of a sub-model"""
+        """Returns what a batch keeps for its backward; None if unknown. counts: hidden units of a sub-model"""
         key = "kept", batch, layers, _split_key(split), counts
         if key in self._seen:  # each rank requests this
             found: KeptBytes | None = self._seen[key]
@@ -64,7 +64,7 @@ class ModelPasses:
 
     def measure_kept_pieces(self, model: nn.Module, stages: StageCuts, batch: int, count: int, layers: Partition,
                 split: TensorSplit | None) -> list[KeptBytes | None]:  # fmt: skip
-        """By piece, of one of `count` micro-batches; None if unknown."""
+        """Returns by piece what one of `count` micro-batches keeps; None if unknown."""
         counts = [len(parts) for parts in stages.pieces]
 
         def look() -> list[KeptBytes | None]:
@@ -79,7 +79,7 @@ class ModelPasses:
     def list_piece_outputs(
         self, model: nn.Module, stages: StageCuts, batch: int, count: int, split: TensorSplit | None
     ) -> list[Tensor]:
-        """By piece, for one of `count` micro-batches; the last is the loss."""
+        """Returns by piece the output for one of `count` micro-batches; the last is the loss."""
         counts = tuple(len(parts) for parts in stages.pieces)
         key = "crossing", counts, batch, count, _split_key(split)
         return self._run_once(key, lambda: self._run_pieces(model, stages, batch, count, split))

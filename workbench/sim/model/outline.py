@@ -99,7 +99,7 @@ class Outline:
         self.alike: dict[Any, Any] = {}  # memory results that equal ranks share
 
     def kept(self, batch: int, count: int, layers: Partition, counts: tuple[int, ...] = ()) -> list[KeptBytes] | None:
-        """By piece on this rank, of one of `count` micro-batches for its backward; None if unknown.
+        """Returns by piece on this rank what one of `count` micro-batches keeps for its backward; None if unknown.
 
         counts: hidden units of a sub-model
         """
@@ -161,7 +161,7 @@ class Outline:
 
     @property
     def names(self) -> list[str]:
-        """Of trained parameters here."""
+        """Names of trained parameters here."""
         return list(self._names)
 
     def cut_buckets(self, bucket_mb: float, learned: bool) -> BucketCut:

@@ -132,7 +132,7 @@ class ModelPortion:
 
     @property
     def slice_rng(self) -> Any:
-        """Of the random numbers that a replica's slices share."""
+        """The state of random numbers that a replica's slices share."""
         return self._together.random_position if self._together is not None else None
 
     @slice_rng.setter
@@ -144,7 +144,7 @@ class ModelPortion:
         self._random_state = torch.Generator().manual_seed(number).get_state()
 
     def store_batch(self, x: Any, micro: int) -> None:
-        """Until its backward takes the batch through the stages."""
+        """Stores a batch until its backward takes it through the stages."""
         self._batches[micro] = self.batches.next_batch() if x is None else x
 
     def begin_batch(self, micro: int, partition: Partition) -> Any:
@@ -173,7 +173,7 @@ class ModelPortion:
         return [place.name for place in self.layout.order if id(place.param) not in here]
 
     def list_ready_shares(self, chunk: int) -> list[float]:
-        """By bucket, the share of this piece's backward (the batch's last) after which it is full."""
+        """Returns by bucket the share of this piece's backward (the batch's last) after which it is full."""
         assert self._arrival is not None
         there = self._list_other_names(chunk)
         return compute_ready_shares(self.layout, self._arrival, there) if there else self.cut.ready
@@ -204,13 +204,13 @@ class ModelPortion:
         return came[0]
 
     def stage_inputs(self, grad: Any, micro: int, chunk: int) -> Tensor | None:
-        """The first half of a backward, without gradients of parameters."""
+        """Runs the first half of a backward, without gradients of parameters."""
         assert self.piece is not None
         with self._use_own_rng(), torch.enable_grad():
             return self.piece.backward_inputs(grad, self.micros_in_flight.number_micro(micro), chunk)
 
     def stage_weights(self, micro: int, chunk: int, exchanged: bool, first: bool) -> None:
-        """The second half of a backward."""
+        """Runs the second half of a backward."""
         assert self.piece is not None
         there = self._list_other_names(chunk) if exchanged else []
         self._collect_gradients(

@@ -199,7 +199,7 @@ def _make_suggestion(asked: RunPredictor, settings: dict[str, Any]) -> Suggestio
 
 
 def _format_value(value: Any) -> str:
-    """As code without default knobs: `PowerSGD`, `LocalSGD(every=8)`."""
+    """Returns code without default knobs: `PowerSGD`, `LocalSGD(every=8)`."""
     if isinstance(value, int | float):
         return f"{value:g}"
     if value == (short := getattr(value, "of", value)).usual():

@@ -225,7 +225,7 @@ def _stage_slowness(e: Experiment, factors: tuple[float, ...]) -> list[tuple[flo
 
 
 def _make_stage_costs(e: Experiment, units: tuple[TimedUnit, ...], factors: tuple[float, ...]) -> Costs:
-    """Of each rank, for a replica's batch."""
+    """Returns each rank's costs for a replica's batch."""
     slow = [e.partition.micro_batches * factors[_find_stage(e.partition, rank)] for rank in range(e.ranks)]
     return Costs(forward=tuple(Duration(f * sum(u.forward for u in units)) for f in slow),
                  backward=tuple(Duration(f * sum(u.backward for u in units)) for f in slow),
@@ -233,7 +233,7 @@ def _make_stage_costs(e: Experiment, units: tuple[TimedUnit, ...], factors: tupl
 
 
 def _predict_cut(e: Experiment, way: Partition, cuts: tuple[int, ...], costs: Costs) -> CutPrediction:
-    """Without a memory limit."""
+    """Predicts steps without a memory limit."""
     looked = max(MEASURED_STEPS, min(longest_round(e.strategy), MAX_ROUND_STEPS) if e.strategy.periodic else 0)
     never = way.depth if way.ahead(0) else 0  # unflushed: rounds until all wait for the slowest, and to drain
     stop = UNTYPICAL_STEPS * max(1, never) + looked

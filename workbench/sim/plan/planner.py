@@ -53,7 +53,7 @@ class PlannedPair(NamedTuple):
 
 
 def _describe_member(member: Any) -> str:
-    """As code, without default knobs."""
+    """Returns a member as code, without default knobs."""
     usual = {knob.name: knob.default for knob in knobs(type(member))}
     turned = [(k.name, k.default) for k in knobs(member) if k.default != usual[k.name]]
     said = ", ".join(
@@ -147,7 +147,7 @@ def _simulate_pair(e: Experiment, strategy: Any, way: Partition, costs: Costs, l
 
 
 def _list_exact_strategies(e: Experiment) -> list[Any]:
-    """Also exact strategies with default knobs."""
+    """Returns the experiment's strategy, and exact strategies with default knobs."""
     from workbench.strategies import Strategy
 
     kinds: dict[str, Any] = members(Strategy)

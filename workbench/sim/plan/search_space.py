@@ -34,7 +34,7 @@ class Dimension(NamedTuple):
 
     @property
     def value_labels(self) -> tuple[str, ...]:
-        """For Optuna's categorical distribution."""
+        """Text for Optuna's categorical distribution."""
         return tuple(format_value(value) for value in self.values)
 
     @property

@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """By COLUMNS, without the trial's number."""
+        """A table row by COLUMNS, without the trial's number."""
         took = "" if self.seconds is None else format_seconds(self.seconds)
         if self.seconds is not None and self.high > self.low:
             took += f" ± {format_seconds((self.high - self.low) / 2)}"
@@ -125,7 +125,7 @@ def make_interval(values: Sequence[float], confidence: float, looks: int = 1) ->
 
 
 def student_quantile(p: float, freedom: int) -> float:
-    """Of Student's t."""
+    """Returns a quantile of Student's t."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, p))

@@ -46,7 +46,7 @@ class WhatIf(NamedTuple):
 
     @property
     def error(self) -> float:
-        """For the same settings, as a share of the measured time."""
+        """Simulation error for the same settings, as a share of the measured time."""
         return self.same / self.measured - 1.0
 
     def __repr__(self) -> str:
@@ -141,7 +141,7 @@ def _count_steps(experiment: Experiment) -> int:
 
 
 def _settled_range(run: Run) -> tuple[int, int]:
-    """Of recent steps under the present settings."""
+    """Returns the range of recent steps under the present settings."""
     first, stop = analysis.last_steps(run.timeline, MIN_STEPS)
     changed = [c.at_step + UNTYPICAL_STEPS for c in run.changes]
     return min(max(first, UNTYPICAL_STEPS if stop > UNTYPICAL_STEPS else 0, *changed), max(stop - 1, 0)), stop

@@ -118,7 +118,7 @@ class Reconfigurable(RankLoop):
         return self.body.learner
 
     def make_example(self, wanted: Experiment) -> Any:
-        """The same batch on all ranks, without a draw from the training data."""
+        """Returns the same batch on all ranks, without a draw from the training data."""
         return make_example(self.learner, wanted, "cpu" if self.world.real else "meta")
 
     def lay_out_parameters(self, names: set[str], spread: ReplicaSpread | None, held: bool = True) -> None:
@@ -219,7 +219,7 @@ class Reconfigurable(RankLoop):
 
     @contextmanager
     def record_switch(self, was: Experiment, wanted: Experiment) -> Iterator[None]:
-        """As one span. Late ranks continue with the step of the first rank."""
+        """Records a switch as one span. Late ranks continue with the step of the first rank."""
         if has_common_step(was):
             self.world.latest = self.rank.step
         self.rank.step = self.world.latest

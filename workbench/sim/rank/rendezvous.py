@@ -60,7 +60,7 @@ class Rendezvous:
             await Op("park", world.add_listener, "a meeting or the end")
 
     async def assemble_ranks(self) -> None:
-        """Also waits for the end of their backgrounds."""
+        """Waits for all ranks and the end of their backgrounds."""
         world = self.run.world
 
         def joint(steps: list[int]) -> list[None]:

@@ -121,7 +121,7 @@ class Session(Reconfigurable):
         return KnownMemory(self.body, lambda: self.experiment.batch)
 
     def _make_for(self, params: list[Any]) -> Any:
-        """At the present learning rate, without state."""
+        """Returns an optimizer at the present learning rate, without state."""
         optimizer = self.body.make_optimizer(self.experiment, params)
         at_rate(optimizer, self.rank.lr)
         return optimizer
@@ -267,7 +267,7 @@ class Session(Reconfigurable):
         return found
 
     def _count_evaluation(self, together: bool) -> None:
-        """If each rank has its own memory."""
+        """Counts an evaluation's memory, if each rank has its own memory."""
         if (
             self.memory_account.is_evaluation_measured
             and (nbytes := count_evaluation_bytes(self, together, self.body.measure_evaluation())) is not None

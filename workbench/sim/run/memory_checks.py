@@ -103,7 +103,7 @@ def _does_fit(e: Experiment, change: dict[str, Any]) -> bool:
 
 
 def _count_late_bytes(e: Experiment) -> int:
-    """Of buckets that may wait for sums on real ranks."""
+    """Returns the bytes of buckets that may wait for sums on real ranks."""
     return _count_outstanding(e) * int(e.bucket_mb * MB)
 
 

@@ -71,7 +71,7 @@ def settings_of(checkpoint: Checkpoint, task: Any = None) -> Experiment:
 
 
 def _plain_task(checkpoint: Checkpoint) -> Any:
-    """As plain data; None if only the notebook can make the task."""
+    """Returns the task as plain data; None if only the notebook can make it."""
     with suppress(KnobError):
         return to_plain(settings_of(checkpoint).task)
     return None
@@ -136,7 +136,7 @@ def _list_differing_knobs(start: Experiment, wanted: Experiment) -> Iterator[dic
 
 
 def _first_settings(saved: Experiment, wanted: Experiment) -> Experiment:
-    """For another number of ranks: close to the old settings, with the whole model per rank."""
+    """Returns first settings for another number of ranks: close to the old ones, with the whole model per rank."""
     reason: KnobError | None = None
     for compressor in (saved.compressor, wanted.compressor):
         try:

@@ -129,7 +129,7 @@ def _make_experiment(strategy: Strategy, ranks: int, steps: int, **rest: Any) ->
 
 
 def make_fitting(cls: type[Strategy], ranks: int) -> Strategy:
-    """With default knobs. If the strategy refuses `ranks`, sets an integer knob to `ranks`."""
+    """Returns the strategy with default knobs. If it refuses `ranks`, sets an integer knob to `ranks`."""
     if cls().refuses_size(ranks) is None:
         return cls()
     every = (replace(cls(), **{k.name: ranks}) for k in knobs(cls) if k.kind is int)

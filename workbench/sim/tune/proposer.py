@@ -207,7 +207,7 @@ def _import_optuna() -> Any:
 
 @contextmanager
 def _silence_optuna(optuna: Any) -> Iterator[None]:
-    """In notebooks."""
+    """Keeps Optuna's log out of notebooks."""
     said = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:

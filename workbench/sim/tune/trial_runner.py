@@ -265,7 +265,7 @@ def _list_looks(least: int, most: int) -> Iterator[int]:
 
 
 def _round_means(lasted: list[float], each: int) -> list[float]:
-    """Of seconds per step, for each complete round. each: steps per round"""
+    """Returns the mean seconds per step of each complete round. each: steps per round"""
     return [sum(lasted[i : i + each]) / each for i in range(0, len(lasted) - each + 1, each)]
 
 
@@ -281,7 +281,7 @@ def _read_value(e: Experiment, path: str) -> Any:
 
 
 def _newest_step(run: Run) -> int:
-    """-1 if none is recorded."""
+    """Returns the last recorded step, or -1."""
     rows = run.timeline.spans.rows()
     return int(rows.step.max()) if len(rows) else -1
 
