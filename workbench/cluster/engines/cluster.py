@@ -66,7 +66,7 @@ class Cluster(ClusterState):
         self._ended = False  # closing is complete
 
     def start_or_connect(self) -> Cluster:
-        """Starts controller and engines on a thread, or connects to an existing cluster. `wait` waits for them."""
+        """On a thread: starts controller and engines, or connects to an existing cluster. `wait` waits for them."""
         self.place, self.keys = LabPlace.make_place(self.name), CurveKeys.make_pair()
         self.guard = start_guard(self.place)
         self.processes = LabProcesses(self.place) if self.connection is None else None
@@ -142,7 +142,7 @@ class Cluster(ClusterState):
 
         by_file = {"connection_info": str(connection)}
         how = {"profile": str(connection)[8:]} if str(connection).startswith("profile:") else by_file
-        # the client closes some sockets without a linger; unsent messages would keep their descriptors
+        # some sockets of the client have no linger; unsent messages would keep their descriptors
         self._context = self._context or zmq.Context()
         self._context.linger = 0
         return ipyparallel.Client(**how, timeout=FIND_TIMEOUT, context=self._context)
@@ -212,7 +212,7 @@ class Cluster(ClusterState):
     # -- the end
 
     def detach(self) -> None:
-        """Leaves engines and controller running for good.
+        """Engines and controller stay for good.
 
         If this kernel dies before it writes the file, its guard ends the lab, and no other kernel owns it yet.
         """
@@ -257,7 +257,7 @@ class Cluster(ClusterState):
         self._release_client()
 
     def _close_connections(self) -> None:
-        """Closes sockets first: the process may have no descriptors left."""
+        """The process may have no descriptors left, so sockets close first."""
         self.closed = True
         self.spares.over.set()
         self.renewal.over.set()
@@ -278,7 +278,7 @@ class Cluster(ClusterState):
 
     @classmethod
     def attach_to(cls, place: LabPlace) -> Cluster:
-        """Returns the cluster of a detached lab or, as a guest, of a lab that another kernel owns.
+        """Returns the cluster of a detached lab or, as a guest, of another kernel's lab.
 
         Raises ClusterError if the lab has ended, or if another kernel attaches to the detached lab first.
         """

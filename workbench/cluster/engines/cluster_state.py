@@ -1,4 +1,4 @@
-"""The engines of one lab, and the means to reach them, as the parts of a cluster see them."""
+"""The engines of one lab, and the means to reach them, as a cluster's parts see them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from workbench.cluster.transport.rpc_client import RpcClient
 
 
 class ClusterState(ABC):
-    """The state that the parts of a cluster share.
+    """The state that these parts share.
 
     connection: the client file of an existing cluster, None if the lab starts one here
     start_lock: for the thread that starts further engines
@@ -54,7 +54,7 @@ class ClusterState(ABC):
 
     @contextlib.contextmanager
     def hold_waits(self) -> Iterator[None]:
-        """Makes callers of `wait` wait while engines restart inside."""
+        """Callers of `wait` wait while engines restart inside."""
         self._ready.clear()
         self.progress = "restarting engines"
         try:
@@ -76,7 +76,7 @@ class ClusterState(ABC):
         return str(self.client._config["registration"]).split("//")[-1].rsplit(":", 1)[0]
 
     def call(self, engine: int, function: Callable[..., Any], *rest: Any, timeout: float = 60.0) -> Any:
-        """Calls a function of `engine_server` on an engine (by ipyparallel's id)."""
+        """function: of `engine_server`; engine: ipyparallel's id"""
         return self.client[engine].apply_async(function, *rest).get(timeout)
 
     @abstractmethod

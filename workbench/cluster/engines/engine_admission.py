@@ -18,8 +18,8 @@ from workbench.cluster.processes.process_logs import describe_exit_code, read_lo
 from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.experiment.user_input import MAX_RANKS
 
-START_TIMEOUT = 60.0  # seconds for an engine to come up
-POLL_INTERVAL = 0.05  # seconds between checks
+START_TIMEOUT = 60.0  # seconds
+POLL_INTERVAL = 0.05  # seconds
 
 
 def admit_engines(cluster: ClusterState, ids: Sequence[int], ranks: Sequence[int] = ()) -> list[Engine]:
@@ -72,7 +72,7 @@ def find_start_obstacle(cluster: ClusterState, count: int) -> str:
 
 
 def start_more_engines(cluster: ClusterState, count: int) -> list[int]:
-    """Starts `count` more engines here, in seconds of imports. Returns their ranks.
+    """Starts more engines here, in seconds of imports. Returns their ranks.
 
     Raises ClusterError if they do not come up; then none stays.
     """
@@ -93,7 +93,7 @@ def _start_engines(cluster: ClusterState, count: int) -> list[int]:
         with without_interrupts():
             joined += [_join_engine(cluster, engine) for engine in admitted]
             cluster.save_engines()
-    except BaseException:  # also for an interrupt: no other code knows them
+    except BaseException:  # also for an interrupt: no other code knows these engines
         for number in numbers if not joined else ():
             cluster.processes.dismiss_engine(number)
         raise

@@ -46,7 +46,7 @@ class Engine:
 
 
 def _make_probe() -> str:
-    """Returns source text that prints one line about the engine, with no other effect."""
+    """Returns source text that only prints one line about the engine."""
     return f"""
 def _workbench_probe(controller):
     import importlib.metadata, json, os, platform, socket

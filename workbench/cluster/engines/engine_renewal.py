@@ -1,7 +1,7 @@
 """Replaces engines whose earlier runs would change a later run.
 
-A custom loop (a script or a function) needs unused engines, so the lab replaces engines before and after it. Engines
-that this lab did not start restart themselves: see process_restart.py.
+A custom loop (a script or a function) needs unused engines, so the lab replaces engines before and after it. For
+engines that this lab did not start see process_restart.py.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from workbench.cluster.processes.lab_place import ClusterError
 from workbench.settings.describe_error import text_of
 
 PAUSE_AFTER_RUN = 0.3  # seconds after a run: the lab may close first
-POLL_INTERVAL = 0.05  # seconds between checks
-ANSWER_TIMEOUT = 10.0  # seconds for engines to answer
+POLL_INTERVAL = 0.05  # seconds
+ANSWER_TIMEOUT = 10.0  # seconds
 
 
 class RunView(Protocol):
-    """A run, as the replacement of its engines sees it. over: set at its end"""
+    """over: set at the run's end"""
 
     @property
     def step(self) -> int: ...
@@ -44,7 +44,7 @@ class RunView(Protocol):
 class EngineRenewal:
     """Replaces engines of a cluster.
 
-    starts_ahead: whether to start them during a custom loop; False if no run follows
+    starts_ahead: whether to start engines during a custom loop; False if no run follows
     trouble:      why engines were not replaced, or ""
     """
 
@@ -56,7 +56,7 @@ class EngineRenewal:
         self._lock = threading.Lock()
 
     def follow_run(self, live: RunView) -> None:
-        """Replaces the engines of a custom loop when it ends, on a thread."""
+        """On a thread: replaces the engines of a custom loop when it ends."""
         if not self.cluster.is_guest:
             threading.Thread(target=self._follow_run, args=(live,), name="engine renewal", daemon=True).start()
 
@@ -77,7 +77,7 @@ class EngineRenewal:
     def replace_used(self, ranks: Sequence[int], leads: bool) -> None:
         """Replaces engines of `ranks` that the next run cannot use. Raises ClusterError if it cannot.
 
-        leads: whether that is a custom loop, which needs unused processes
+        leads: whether the next run is a custom loop, which needs unused processes
         """
         with self._lock:
             if used := self._list_used(ranks, leads):

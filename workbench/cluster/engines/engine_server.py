@@ -1,7 +1,7 @@
 """The engine's side: holds its rank's session, publishes its rows and answers the kernel's requests.
 
 The lab calls these functions over ipyparallel before a run. A run uses the engine's own two sockets, so `%%px` may
-occupy the engine's main thread.
+occupy the main thread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from workbench.cluster.transport.output_capture import OutputCapture
 from workbench.cluster.transport.row_encoding import RowBatch, encode_batch
 from workbench.settings.describe_error import said, speaks, traceback_of
 
-ABANDONED_AFTER = 60.0  # seconds of silence from a remote kernel before a run is abandoned
+ABANDONED_AFTER = 60.0  # seconds of a remote kernel's silence
 
 _server: EngineServer | None = None
 
 
 def open_server(setup: dict[str, Any]) -> dict[str, Any]:
-    """Opens this engine's sockets for a lab, and returns their addresses. Raises RuntimeError in another lab's run."""
+    """Opens this engine's sockets for a lab. Returns their addresses. Raises RuntimeError in another lab's run."""
     global _server
     if _server and _server.is_busy and _server.lab != setup["lab"]:
         raise RuntimeError("this engine is training for another lab; stop that run or use other engines")
@@ -52,7 +52,7 @@ def host_store(session: str, where: str) -> tuple[str, int]:
 
 
 def begin_session(arguments: dict[str, Any], blob: bytes) -> str:
-    """Starts this rank's session from the pickled `blob`. Returns its spool folder."""
+    """blob: the pickled experiment. Returns the session's spool folder."""
     try:
         return _require_server().begin_session(arguments, blob)
     except BaseException as error:
@@ -67,7 +67,7 @@ def load_modules() -> None:
 
 
 def restart_engine(lab: str) -> None:
-    """Restarts this engine. Raises RuntimeError if it cannot, trains, or serves another lab."""
+    """Raises RuntimeError if this engine cannot restart, trains, or serves another lab."""
     if _server is None or _server.lab != lab or _server.is_busy:
         raise RuntimeError("this engine serves another lab, or trains")
     process_restart.refuse_restart()
@@ -95,7 +95,7 @@ def _load_object(path: str) -> Any:
 
 
 class EngineServer(RpcHandlers):
-    """One engine's place in a lab: its two sockets, and its rank's session."""
+    """An engine's place in a lab: its two sockets, and its rank's session."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.lab = setup["lab"]
@@ -185,7 +185,7 @@ class EngineServer(RpcHandlers):
         return str(where)
 
     def publish_rows(self, new: list[tuple[str, int, dict[str, Any]]]) -> None:
-        """Publishes rows in one message. Without a listener they stay on disk only."""
+        """Rows go in one message. Without a listener they stay on disk only."""
         frames = []
         for kind, seq, columns in new:
             batch = RowBatch(self.session_arguments["generation"], kind, self.session_arguments["rank"], seq, columns)
@@ -210,7 +210,7 @@ class EngineServer(RpcHandlers):
             self.session.abort()
 
     def report_rpc_error(self, error: BaseException) -> None:
-        """Reports an error of a request in log file, status and record."""
+        """Reports a request's error in log file, status and record."""
         text = traceback_of(error)
         print(text, file=sys.__stderr__, flush=True)
         self.last_error = said(error)

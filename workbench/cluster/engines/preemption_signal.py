@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 from workbench.cluster.processes.lab_place import LabPlace
 
-SAME_NOTICE = 5.0  # seconds within which a second SIGTERM is the same notice
+SAME_NOTICE = 5.0  # seconds
 REPORT_WAIT = 1.5  # seconds for the kernel to learn that the rank left
 EXIT_TIMEOUT = 2.0  # further seconds for an orderly end; a cell may hold its main thread
-POLL_INTERVAL = 0.05  # seconds between checks
+POLL_INTERVAL = 0.05  # seconds
 
 
 class SessionView(Protocol):
-    """The session of a rank, as its preemption sees it."""
+    """A rank's session."""
 
     def preempt(self) -> None:
         """Makes the rank leave its run."""
@@ -33,10 +33,7 @@ class SessionView(Protocol):
 
 
 class ServerView(Protocol):
-    """An engine, as its handler of SIGTERM sees it.
-
-    is_end_reported: whether the kernel knows that the session is over
-    """
+    """An engine. is_end_reported: whether the kernel knows that the session is over"""
 
     is_end_reported: bool
 
@@ -45,11 +42,9 @@ class ServerView(Protocol):
     @property
     def session(self) -> SessionView: ...
 
-    def is_abandoned(self) -> bool:
-        """Whether the lab's kernel is gone without having detached."""
+    def is_abandoned(self) -> bool: ...
 
-    def report_rpc_error(self, error: BaseException) -> None:
-        """Reports an error of the engine."""
+    def report_rpc_error(self, error: BaseException) -> None: ...
 
 
 class PreemptionSignal:
@@ -71,7 +66,7 @@ class PreemptionSignal:
             signal.signal(signal.SIGTERM, self._earlier_handler)
 
     def _handle_signal(self, number: int, frame: Any) -> None:
-        """Uses another thread for slow work, because this one may hold any lock."""
+        """Another thread does slow work, because this one may hold any lock."""
         now, first = time.monotonic(), self._notified_at is None
         self._notified_at = now if self._notified_at is None else self._notified_at
         if self._has_left or now - self._notified_at > SAME_NOTICE or (first and not self.server.is_busy):

@@ -23,11 +23,11 @@ from workbench.cluster.processes.lab_place import alive, host_name
 from workbench.cluster.processes.process_logs import describe_exit_code
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 
-POLL_INTERVAL = 1.0  # seconds between checks
+POLL_INTERVAL = 1.0  # seconds
 PROBE_INTERVAL = 2.0  # seconds between attempts to reach a controller without a known process
-KILL_TIMEOUT = 2.0  # seconds for a killed engine to be gone
-TERM_TIMEOUT = 1.0  # seconds for an engine's orderly end
-END_POLL_INTERVAL = 0.02  # seconds between checks of ending engines
+KILL_TIMEOUT = 2.0  # seconds
+TERM_TIMEOUT = 1.0  # seconds
+END_POLL_INTERVAL = 0.02  # seconds, for ending engines
 
 
 class ProcessHealth:
@@ -73,7 +73,7 @@ class ProcessHealth:
 
     @property
     def controller_trouble(self) -> str:
-        """Text if only the controller is gone; else ""."""
+        """Text if only the controller is gone; else empty."""
         if not self.cluster.is_ready or self.cluster.closed or not (how := self.describe_controller_death()):
             return ""
         return f"the controller {how}: a run goes on, %%px cells do not; the next lab.run() starts new engines"
@@ -125,12 +125,12 @@ class ProcessHealth:
         return None if alive(known[:2]) else f"(pid {int(known[0])}) is gone"
 
     def _find_child(self, what: str) -> subprocess.Popen[bytes] | ForkedEngine | None:
-        """Returns a process of this kernel; only these report how they ended."""
+        """Only this kernel's own processes report how they ended."""
         child = self.cluster.processes.started.get(what) if self.cluster.processes else None
         return None if isinstance(child, ForkedEngine) and child.is_unreported else child
 
     def _probe_controller(self) -> bool:
-        """Whether another kernel's controller accepts connections. Only a refusal counts as no."""
+        """Whether the controller of another kernel accepts connections. Only a refusal counts as no."""
         if time.monotonic() - self._probed_at > PROBE_INTERVAL:
             self._probed_at = time.monotonic()
             url = str(self.cluster.client._config["registration"])
@@ -156,7 +156,7 @@ class ProcessHealth:
         return own and alive([engine.pid, engine.created])
 
     def send_signal(self, rank: int, what: int) -> bool:
-        """Signals this lab's engine of `rank`. Returns whether it did."""
+        """Returns whether it did: only this lab's engines get signals."""
         engine = self.cluster.engines[rank]
         if not self.is_own(engine):
             return False
@@ -166,7 +166,7 @@ class ProcessHealth:
         return False
 
     def send_later(self, rank: int, what: int, seconds: float) -> None:
-        """Signals the engine of `rank` after `seconds`, unless the cluster closes."""
+        """Signals the engine after `seconds`, unless the cluster closes."""
 
         def wait() -> None:
             if not self._over.wait(seconds):
@@ -175,7 +175,7 @@ class ProcessHealth:
         threading.Thread(target=wait, name=f"grace of rank {rank}", daemon=True).start()
 
     def describe_stop(self, rank: int) -> str:
-        """Text if the system has stopped this machine's process of `rank`; else ""."""
+        """Text if the system has stopped this machine's process of `rank`; else empty."""
         engine = self.cluster.engines[rank]
         if engine.host == host_name():
             with contextlib.suppress(psutil.Error):

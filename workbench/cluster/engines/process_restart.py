@@ -1,7 +1,7 @@
 """Restarts an engine's process, and notes its kinds of run.
 
 A custom loop (a script or a function) leaves default types, seeds, modules and threads behind. So it gets a fresh
-process, and no later run uses that process. engine_renewal.py is the lab's side.
+process that no later run uses. engine_renewal.py is the lab's side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def refuse_second_loop() -> None:
 
 
 def note_run(leads: bool) -> None:
-    """Notes a run. leads: whether a custom loop makes the steps"""
+    """leads: whether a custom loop makes the steps"""
     _run_kinds.add("loop" if leads else "task")
 
 
@@ -45,10 +45,7 @@ def refuse_restart() -> None:
 
 
 def restart_soon() -> None:
-    """Soon replaces this process with a new engine of the same command line, environment and pid.
-
-    So Slurm or SSH does not see it end.
-    """
+    """Soon becomes a new engine of the same command line, environment and pid, so Slurm or SSH sees no end."""
     threading.Timer(RESTART_DELAY, _execute_again).start()
 
 

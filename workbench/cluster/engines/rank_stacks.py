@@ -11,9 +11,9 @@ from collections.abc import Collection
 from workbench.cluster.engines.cluster import Cluster
 from workbench.cluster.processes.stack_dump import DUMP_SIGNAL, make_stacks_path
 
-ANSWER_TIMEOUT = 2.0  # seconds for an engine's answer
+ANSWER_TIMEOUT = 2.0  # seconds
 DUMP_TIMEOUT = 2.0  # seconds from signal to stacks
-POLL_INTERVAL = 0.02  # seconds between checks
+POLL_INTERVAL = 0.02  # seconds
 
 
 class Stacks(dict[int, str]):
@@ -39,7 +39,7 @@ def gather_stacks(cluster: Cluster, ranks: Collection[int]) -> Stacks:
 
 
 def _request_by_signal(cluster: Cluster, rank: int) -> str:
-    """Returns a silent engine's stacks, newest call first, as faulthandler writes them."""
+    """Returns a silent engine's stacks as faulthandler writes them, newest call first."""
     engine, file = cluster.engines[rank], make_stacks_path(cluster.place.path / "log", cluster.engines[rank].pid)
     if DUMP_SIGNAL is None or not cluster.health.is_own(engine) or not file.exists():  # the signal would end it
         return "it does not answer, and this lab has no other way to inspect its process"

@@ -71,7 +71,7 @@ class RpcHandlers:
         return reason
 
     def on_without(self, blob: bytes, members: list[int]) -> None:
-        """Continues without `members`, which are unreachable."""
+        """members: unreachable"""
         if self.is_busy:
             self.session.leave_behind(members)
 
@@ -83,7 +83,7 @@ class RpcHandlers:
         return format_stacks()
 
     def on_profile(self, blob: bytes, steps: int) -> str | None:
-        """Profiles the next steps. Returns the trace's path, or None without a run."""
+        """Returns the trace's path, or None without a run."""
         return str(self.session.profiler.request_profile(steps)) if self.is_busy else None
 
     def on_wires(self, blob: bytes) -> list[list[Any]]:
@@ -103,7 +103,7 @@ class RpcHandlers:
         return self.pickled_experiment
 
     def on_job(self, blob: bytes) -> dict[str, Any]:
-        """Returns the session arguments that all ranks share, and the secret to an attaching kernel."""
+        """Returns the arguments that all ranks share, and the secret, to an attaching kernel."""
         return {name: x for name, x in self.session_arguments.items() if name not in RANK_FIELDS} | {
             "secret": self.secret
         }
@@ -117,7 +117,7 @@ class RpcHandlers:
         return bool(self.session is None or self.session.record.settle_rows())
 
     def on_rows(self, blob: bytes, kind: str, start: int) -> bytes:
-        """Returns the rank's rows of `kind` from row `start` on, from its own disk."""
+        """Returns rows of `kind` from row `start` on, from the rank's own disk."""
         rank = self.session_arguments["rank"]
         return disk_rows.pack_pieces(disk_rows.read_pieces(self.run_folder, kind, rank, start), kind, rank)
 
@@ -129,7 +129,7 @@ class RpcHandlers:
         return disk_rows.read_chunk(self.run_folder, name, start)
 
     def handle_request(self, what: str, blob: bytes, rest: dict[str, Any]) -> Any:
-        """Answers the request `what`. rest: the handler's own arguments"""
+        """rest: the handler's own arguments"""
         if what not in self.HANDLERS:
             raise RuntimeError(f"this engine has no handler for {what!r}: it has another version of the workbench")
         return self.HANDLERS[what](self, blob=blob, **rest)

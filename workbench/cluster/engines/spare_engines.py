@@ -1,4 +1,4 @@
-"""Keeps spare engines warm: living engines that the current run has not used. So a new rank begins at once."""
+"""Keeps spare engines warm, which the current run has not used, so that a new rank begins at once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from workbench.cluster.engines.engine_admission import find_start_obstacle, star
 from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.settings.describe_error import text_of
 
-POLL_INTERVAL = 0.5  # seconds between checks
+POLL_INTERVAL = 0.5  # seconds
 PAUSE_BETWEEN_STARTS = 3.0  # seconds for a new rank alone, before another spare starts
-MAX_FAILURES = 3  # spares that may fail or end unused, before no more are started
-LOAD_TIMEOUT = 120.0  # seconds for an engine to load what a rank needs
+MAX_FAILURES = 3  # spares that fail or end unused, until no more are started
+LOAD_TIMEOUT = 120.0  # seconds, for a rank's modules
 
 
 class SpareEngines:
@@ -31,7 +31,7 @@ class SpareEngines:
         self.trouble = ""
         self.warm_ranks: set[int] = set()
         self.over = threading.Event()
-        self._missing_since: float | None = None  # since when spares are missing
+        self._missing_since: float | None = None
         self._failures = 0
 
     def start_watch(self) -> None:
