@@ -1,7 +1,7 @@
 """Finds dead links: two living ranks that wait for each other.
 
-Over a dead link the peer's system acknowledges nothing, and the sender's system repeats itself. A slow or stopped
-process's system still acknowledges.
+Over a dead link the peer's system acknowledges nothing, and the sender's system repeats itself. The system of a slow or
+stopped process still acknowledges.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from workbench.record.process import borrow_socket
 
 # the beginning of Linux's tcp_info: 5 bytes, 3 of flags, and 13 numbers up to tcpi_last_ack_recv
 TCP_INFO_HEAD = struct.Struct("=5B3x13I")
-MIN_RETRANSMISSIONS = 3  # retransmissions, 1.4 s or more after the first sending
+MIN_RETRANSMISSIONS = 3  # 1.4 s or more after the first sending
 
 
 def list_connections() -> list[list[Any]]:
@@ -52,7 +52,7 @@ def read_silence(s: socket.socket) -> float:
 
 
 def find_dead_links(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
-    """Returns each pair of ranks with a dead link, the smaller first, and its seconds.
+    """Returns the seconds of each pair of ranks with a dead link, the smaller rank first.
 
     told: by rank, its `list_connections()`
     """

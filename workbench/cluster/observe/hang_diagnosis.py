@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
-MIN_STALL = 10.0  # seconds before anything is a stall
-FIRST_STEP_STALL = 30.0  # seconds before a stall in the first step, without a known length
-STALL_STEPS = 5.0  # usual step lengths before a stall
+MIN_STALL = 10.0  # seconds
+FIRST_STEP_STALL = 30.0  # seconds, in the first step, without a known length
+STALL_STEPS = 5.0  # usual step lengths
 BRIEF_WAIT_SHARE = 0.1  # of that patience: shorter waits are normal
 LONG_WAIT_SHARE = 0.3  # of that patience: the status line names longer waits
 
 
 class RankPlace(NamedTuple):
-    """One rank's last place, and for how many seconds.
+    """One rank's last place.
 
     waits:   only other ranks can end its operation
     still:   seconds without a move
@@ -50,7 +50,7 @@ class StallVerdict(NamedTuple):
 
 
 def find_patience(usual: float | None) -> float:
-    """Returns the seconds before a stall, if a step usually takes `usual` seconds (None: none has ended)."""
+    """Returns the seconds before a stall. usual: seconds of a step; None: none has ended"""
     return FIRST_STEP_STALL if usual is None else max(MIN_STALL, STALL_STEPS * usual)
 
 

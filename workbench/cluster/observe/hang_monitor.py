@@ -29,10 +29,10 @@ from workbench.cluster.observe.record_monitor import RecordMonitor
 from workbench.record.run import Run
 from workbench.record.timeline import Rows
 
-MAX_CHECK_GAP = 5.0  # seconds between two checks, above which this kernel itself stood still
-MIN_NOTED_SLEEP = 2.0  # seconds of sleep that deserve a note
-PROCESS_CHECK_AFTER = 2.0  # seconds of a rank's silence, after which a check asks the system about its process
-RECENT_STEPS = 20  # recent steps, of all ranks, for the usual length
+MAX_CHECK_GAP = 5.0  # seconds; after a longer gap this kernel itself stood still
+MIN_NOTED_SLEEP = 2.0  # seconds
+PROCESS_CHECK_AFTER = 2.0  # seconds of a rank's silence until the system is asked about its process
+RECENT_STEPS = 20  # of all ranks, for the usual length
 
 
 def read_sleep() -> float:
@@ -121,7 +121,7 @@ class HangMonitor:
         self.recording.take_status(rank, int(answer.get("lost", 0)))
 
     def take_mark(self, rank: int, step: int, name: str, detail: dict[str, Any]) -> None:
-        """Takes in a rank's mark that it, or its record, stood still."""
+        """Takes in a mark that the rank, or its record, stood still."""
         if name == "stood still":
             seconds = float(detail["seconds"])
             if detail.get("machine") or self._also_stood(seconds):
@@ -142,7 +142,7 @@ class HangMonitor:
     # -- conclusions
 
     def find_stalls(self, state: str, over: Collection[int] = ()) -> None:
-        """Finds the ranks that stand still. Call it about once a second, after asking the ranks."""
+        """Call it about once a second, after asking the ranks."""
         self._restart_silence()
         self.recording.check_folder()
         table = self._list_places(over) if state in ("starting", "running") else {}

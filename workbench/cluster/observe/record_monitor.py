@@ -19,7 +19,7 @@ RESCUE = "run.save('elsewhere') writes all rows that are shown here"
 
 
 class RecordMonitor:
-    """One run's record. say: replaces the note on a topic; see HangMonitor"""
+    """say: replaces the note on a topic; see HangMonitor"""
 
     def __init__(self, run: Run, say: Callable[..., None]) -> None:
         self.run, self.say = run, say
@@ -34,14 +34,14 @@ class RecordMonitor:
         self.said = ""  # the last note
 
     def take_status(self, rank: int, lost: int) -> None:
-        """Takes in how many of a rank's rows are not on disk."""
+        """lost: how many of the rank's rows are not on disk"""
         if self._before is not None:
             lost -= self._before.setdefault(rank, lost)
         self._lost[rank] = max(lost, 0)
         self._count_unwritten()
 
     def take_mark(self, rank: int, detail: dict[str, Any]) -> None:
-        """Takes in a rank's mark that its record stands still, or continues."""
+        """Takes in a mark that the rank's record stands still, or continues."""
         fresh = not self._failing
         if what := str(detail.get("error") or ""):
             self._failing[rank] = what
@@ -67,7 +67,7 @@ class RecordMonitor:
             self._update_note(fresh=False)
 
     def note_saved(self, path: Path, rows: int, step: int | None) -> None:
-        """Notes that the rows up to `step` (None: the end) were saved elsewhere."""
+        """step: of the last saved row; None: the end"""
         if step is None:
             return self.say("record", f"the whole record, {_count_rows(rows)}, was saved in {path}")
         so_far = f"the record up to step {step}, {_count_rows(rows)}, was saved in {path}"
@@ -78,7 +78,7 @@ class RecordMonitor:
         self._was = True
 
     def count_lacking(self) -> None:
-        """At the end of a run with faults, counts the rows that its directory lacks."""
+        """Counts, at the end of a run with faults, the rows that its directory lacks."""
         if not self._was or self.run.path is None:
             return
         path = self.run.path

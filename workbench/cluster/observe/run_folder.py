@@ -13,8 +13,8 @@ from workbench.record import store
 from workbench.record.timeline import KINDS, Timeline
 
 T = TypeVar("T")
-DISK_TIMEOUT = 2.0  # seconds for an answer
-EXISTS_TIMEOUT = 0.05  # seconds for a directory's existence
+DISK_TIMEOUT = 2.0  # seconds
+EXISTS_TIMEOUT = 0.05  # seconds
 
 
 def run_with_timeout(seconds: float, do: Callable[[], T]) -> T:
@@ -42,7 +42,7 @@ def run_with_timeout(seconds: float, do: Callable[[], T]) -> T:
 
 
 class RunFolder:
-    """Whether a run is still at `path`: a thread asks the disk."""
+    """A thread asks the disk whether a run is still at `path`."""
 
     def __init__(self, path: Path | str | None) -> None:
         self.path = Path(path) if path is not None else None
@@ -73,7 +73,7 @@ def _has_run(path: Path) -> bool:
 
 
 def count_missing_rows(path: Path, timeline: Timeline) -> int:
-    """Returns how many rows of `timeline` the run directory at `path` lacks; all, if it is gone."""
+    """Returns how many rows the run directory lacks; all, if it is gone."""
     try:
         held = store.counts(path)
     except FileNotFoundError:
