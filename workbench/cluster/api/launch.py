@@ -34,14 +34,14 @@ from workbench.settings import Change, KnobError
 from workbench.settings.describe_error import said
 
 R = TypeVar("R", bound=Run)
-POLL_INTERVAL = 0.2  # seconds between checks of engines
-SETTLE_TIMEOUT = 3.0  # seconds for ranks to write sent rows, when a kernel attaches
-ATTACH_TIMEOUT = 20.0  # seconds for an engine to answer an attaching kernel: it may share a core with many
+POLL_INTERVAL = 0.2  # seconds
+SETTLE_TIMEOUT = 3.0  # seconds for ranks' sent rows, when a kernel attaches
+ATTACH_TIMEOUT = 20.0  # seconds for an engine that may share a core with many
 SESSION_CLASS = "workbench.engine.rank.session:Session"  # tests use a lighter one
 
 
 def fit_experiment(experiment: Experiment, ranks: int) -> Experiment:
-    """Returns the checked `experiment`, on all `ranks` engines by default."""
+    """Returns the checked experiment, on all `ranks` engines by default."""
     default = next(f.default for f in fields(Experiment) if f.name == "ranks")
     if experiment.ranks == default:
         experiment = replace(experiment, ranks=ranks)
@@ -49,7 +49,7 @@ def fit_experiment(experiment: Experiment, ranks: int) -> Experiment:
 
 
 def check_ranks(experiment: Experiment, ranks: int) -> Experiment:
-    """Raises KnobError if the lab has fewer than the experiment's ranks."""
+    """Raises KnobError if the lab has fewer ranks than the experiment."""
     if experiment.ranks > ranks:
         raise KnobError(f"ranks={experiment.ranks}: must be an integer in [1, {ranks}], the engines of this lab")
     return experiment
@@ -97,7 +97,7 @@ def is_watched(watchers: Sequence[Callable[[], bool]]) -> bool:
 
 
 def renew_cluster(cluster: Cluster) -> Cluster:
-    """Returns `cluster`, or a new one if it failed to start, lost an engine or its controller, or has a stuck rank."""
+    """Returns a new cluster if `cluster` failed to start, lost an engine or its controller, or has a stuck rank."""
     refuse_closed(cluster)
     if not cluster.error and (not cluster.is_ready or cluster.is_healthy):
         return cluster
@@ -249,7 +249,7 @@ def _open_run(about: dict[str, Any], experiment: Experiment, kind: type[R]) -> R
 
 
 def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> RunController | None:
-    """Follows the run of a cluster's engines from its first row; returns None without a run."""
+    """Follows the run of a cluster's engines from its first row; None without a run."""
     about = cluster.place.read_state().get("run")
     if not about:
         return None
