@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 GUARD_TIMEOUT = 6.0  # seconds for the guard, before a process ends itself
 DESCRIPTORS = 65_536  # per engine: soft limits of 1,024 were made for select()
 DESCRIPTOR_LIMITS = (DESCRIPTORS, 10_240, 4_096)  # macOS does not report its limit
-NICENESS = 5  # niceness: notebook and page share the cores
+NICENESS = 5  # notebook and page share the cores
 
 
 def main(kind: str, file: str) -> None:
@@ -80,7 +80,7 @@ def follow_parent() -> None:
 
 
 def run_and_exit(become: Callable[[], None]) -> NoReturn:
-    """Runs as an engine, then ends the process at once, whatever its threads do.
+    """Ends the process at once after the engine, whatever its threads do.
 
     A normal exit would unwind a thread inside torch's C++ frames, which aborts the process (SIGABRT). So exit functions
     run before.

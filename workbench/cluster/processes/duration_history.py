@@ -14,7 +14,7 @@ from workbench.record.folders import make_private_folder
 from workbench.record.store import write_atomically
 from workbench.settings.progress import Doing, doing, seen
 
-POLL_INTERVAL = 0.2  # seconds between updates
+POLL_INTERVAL = 0.2  # seconds
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def read_duration(what: str) -> float | None:
 
 
 def note_duration(what: str, seconds: float) -> None:
-    """Notes a duration. Ignores a disk that refuses it."""
+    """Ignores a disk that refuses the note."""
     with suppress(OSError):
         make_private_folder(_file().parent)
         write_atomically(_file(), json.dumps({**_read(), what: round(seconds, 2)}))

@@ -36,7 +36,7 @@ class ResourceShortage:
         self._before = {pid: self._counts(pid) for pid in pids}
 
     def words(self, pid: int, code: int | None = None) -> str:
-        """Names the shortage behind a process's end with `code` (None: unknown), or ""."""
+        """Names the shortage behind an end with `code` (None: unknown), or ""."""
         if code == -signal.SIGBUS:
             return self._shared_memory()
         if code is not None and code != -signal.SIGKILL:

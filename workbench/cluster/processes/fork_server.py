@@ -34,9 +34,9 @@ PRELOADED_MODULES = (  # else torch and ipykernel load torch._dynamo and ipykern
 )  # fmt: skip
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd")  # a process that looked for these must not fork
 NO_THREADS_ENVIRONMENT = {"JE_ARROW_MALLOC_CONF": "background_thread:false"}  # or pyarrow's allocator starts a thread
-POLL_INTERVAL = 0.05  # seconds between checks
-REPORT_TIMEOUT = 1.0  # seconds for a server to report how an engine ended
-NEVER_FORKED = 1  # the exit code of an engine that was never forked
+POLL_INTERVAL = 0.05  # seconds
+REPORT_TIMEOUT = 1.0  # seconds, for an engine's end
+NEVER_FORKED = 1  # exit code
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ForkedEngine:
         return self.is_unreported and not self._is_alive()
 
     def poll(self) -> int | None:
-        """Returns its exit code or None. After its end, allows `REPORT_TIMEOUT` s for the report."""
+        """Returns the exit code or None. After the end, allows `REPORT_TIMEOUT` s for the report."""
         if self.returncode is None and self.pid and not self.over.is_set() and not self._is_alive():
             self._missed = self._missed or time.monotonic()
             if time.monotonic() - self._missed > REPORT_TIMEOUT:
@@ -76,7 +76,7 @@ class ForkedEngine:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Returns its exit code; None if no report comes. Raises TimeoutExpired."""
+        """Returns the exit code; None if no report comes. Raises TimeoutExpired."""
         until = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None and not self.is_lost:
             if until is not None and time.monotonic() >= until:
@@ -128,7 +128,7 @@ class ForkServer:
         threading.Thread(target=self._read_reports, name="fork server", daemon=True).start()
 
     def fork_engine(self, engine: ForkedEngine, arguments: list[str], log: Path, env: Mapping[str, str]) -> None:
-        """Orders an engine. arguments: ipyparallel's; log: for its output; env: further variables"""
+        """arguments: ipyparallel's; log: for the engine's output; env: further variables"""
         order = {"what": engine.what, "arguments": arguments, "log": str(log), "cwd": _find_folder(),
                  "env": {**self._changed_environment(), **env}}  # fmt: skip
         with self._lock:

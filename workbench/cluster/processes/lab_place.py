@@ -27,8 +27,8 @@ from workbench.record.folders import ALLOW, is_allowed, others_can_write
 from workbench.record.process import alive as alive
 from workbench.record.process import this_process as this_process
 
-LOCK_TIMEOUT = 10.0  # seconds to wait for a kernel that changes the state of the same lab
-POLL_INTERVAL = 0.02  # seconds between tries
+LOCK_TIMEOUT = 10.0  # seconds for a kernel that changes the state of the same lab
+POLL_INTERVAL = 0.02  # seconds
 
 
 class ClusterError(RuntimeError):
@@ -51,9 +51,9 @@ def runtime_root() -> Path:
 
 
 def _make_private(path: Path) -> bool:
-    """Makes `path` if needed. Returns whether only this user can change it.
+    """Returns whether only this user can change `path`.
 
-    `path` must be this user's. The folder around it must be this user's or root's, and other users must not be able to
+    It must be this user's. The folder around it must be this user's or root's, and other users must not be able to
     rename its contents. A user can waive both conditions, see `workbench.record.folders`.
     """
     try:
@@ -109,7 +109,7 @@ class LabPlace:
         self._change(lambda state: fields)
 
     def claim_ownership(self) -> None:
-        """Makes this process the owner. If two kernels claim the lab at once, one succeeds.
+        """If two kernels claim the lab at once, one succeeds.
 
         Raises ClusterError if the lab has a living owner or is gone.
         """

@@ -41,7 +41,7 @@ def loopback_name() -> str:
 
 
 def start_guard(place: LabPlace) -> subprocess.Popen[bytes]:
-    """Starts a process that ends the lab's processes after this one. Keep its stdin open."""
+    """The guard ends the lab's processes after this one. Keep its stdin open."""
     command = [sys.executable, "-S", "-E", "-s", str(_HERE / "guard.py"), str(place.file)]
     command += [str(Path(psutil.__file__).parents[1]), str(os.getpid())]
     return _open_process(place, "guard", command, subprocess.PIPE, {})
@@ -62,7 +62,7 @@ class LabProcesses:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """Prevents further starts, after noting a starting process."""
+        """Notes a starting process, then prevents further starts."""
         with self._lock:
             self._closed = True
 
@@ -135,14 +135,14 @@ class LabProcesses:
                 child.wait(5 if child.pid else 0)  # unforked engines end as they appear
 
     def _lock_up(self) -> None:
-        """Makes the controller encrypt and sign. No command line shows the key."""
+        """The controller encrypts and signs. No command line shows the key."""
         config = self.place.path / "ipcontroller_config.py"
         with open(os.open(config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             key = secrets.token_hex(32).encode()
             file.write(f"c = get_config()\nc.IPController.enable_curve = True\nc.Session.key = {key!r}\n")
 
     def _spawn_process(self, what: str, arguments: list[str], env: dict[str, str], pipes: bool = False) -> Any:
-        """Starts a process, with pipes for input and output if `pipes`."""
+        """pipes: for input and output"""
         command = [sys.executable, str(_HERE / "boot.py"), what.split()[0], str(self.place.file), *arguments]
         with self._lock:
             self._refuse_closed()
@@ -291,7 +291,7 @@ def _send_signal(processes: dict[int, psutil.Process], what: int) -> None:
 def _open_process(
     place: LabPlace, what: str, command: list[str], stdin: int, env: dict[str, str], says: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Starts a child with its own log file and session, out of reach of interrupts. says: whether we read its output"""
+    """The child has its own log file and session, out of reach of interrupts. says: whether we read its output"""
     with open(make_log_path(place, what), "ab") as log:
         return subprocess.Popen(
             command, stdin=stdin, stdout=subprocess.PIPE if says else log, stderr=log, start_new_session=True,

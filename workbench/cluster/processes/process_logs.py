@@ -1,4 +1,4 @@
-"""Says how the processes of a lab ended, and quotes their logs."""
+"""Describes how a lab's processes ended, and quotes their logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def make_log_path(place: LabPlace, what: str) -> Path:
 
 
 def read_log_tail(place: LabPlace, what: str, lines: int = 12) -> str:
-    """Returns the last lines of a process's log, to end an error message, or ""."""
+    """Returns the last lines of a process's log, to end an error message; empty without a log."""
     of = make_log_path(place, what)
     if what.startswith("engine ") and not of.exists():  # not forked yet
         of = make_log_path(place, "engines")

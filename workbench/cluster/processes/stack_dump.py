@@ -1,7 +1,7 @@
 """Shows the stacks of this process's threads, even if one thread blocks the process.
 
 An engine answers on the thread of its RPC socket, or else `faulthandler` answers a signal from C. See
-`engines/stacks_of_ranks.py` for the kernel's side.
+`engines/rank_stacks.py` for the kernel's side.
 """
 
 from __future__ import annotations

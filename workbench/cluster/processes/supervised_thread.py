@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from workbench.settings.describe_error import said
 
-PAUSE_AFTER_ERROR = 0.2  # seconds after an error
+PAUSE_AFTER_ERROR = 0.2  # seconds
 
 _log = logging.getLogger(__name__)
 
