@@ -27,7 +27,7 @@ class CurveKeys(NamedTuple):
         socket.curve_publickey, socket.curve_secretkey = self.public.encode(), self.secret.encode()
 
     def connect_socket(self, socket: zmq.Socket[bytes], where: str) -> None:
-        """Connects `socket` to the engine at `where`, "address public-key", if it has the secret key."""
+        """where: "address public-key" of an engine that has the secret key"""
         address, server = where.split()
         socket.curve_serverkey = server.encode()
         socket.curve_publickey, socket.curve_secretkey = self.public.encode(), self.secret.encode()

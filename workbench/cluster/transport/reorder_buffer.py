@@ -12,9 +12,9 @@ from workbench.cluster.transport.row_encoding import RowBatch
 
 Piece = tuple[int, dict[str, Any]]
 Append = Callable[[str, int, int, dict[str, Any]], None]
-DISK_WAIT = 3.0  # seconds that later rows wait for earlier ones to reach the disk,
+DISK_WAIT = 3.0  # seconds for earlier rows to reach the disk,
 SILENT_ENGINE_WAIT = 30.0  # and if the rank's engine, on a busy machine, does not answer
-MAX_READS = 3  # reads at a run's end
+MAX_READS = 3  # at a run's end
 
 
 class ReorderBuffer:
@@ -34,7 +34,7 @@ class ReorderBuffer:
         self._since: dict[tuple[str, int], float] = {}
 
     def put_batch(self, batch: RowBatch) -> None:
-        """Passes rows up to the first gap; rows after a gap wait until the disk fills it."""
+        """Rows after a gap wait until the disk fills it."""
         key = batch.kind, batch.rank
         with self._lock:
             self._hold(key, [(batch.seq, batch.columns)])
@@ -49,7 +49,7 @@ class ReorderBuffer:
                 self._pass_rows(key, lossy=True)
 
     def take_count(self, kind: str, rank: int, sent: int) -> None:
-        """Takes in a rank's count of sent rows. Fetches missing ones of its last count."""
+        """sent: the rank's count. Fetches missing rows of its last count."""
         key = kind, rank
         due, self._due[key] = self._due.get(key, 0), sent
         with self._lock:

@@ -13,11 +13,11 @@ import numpy as np
 
 from workbench.record.timeline import KINDS, Coded, Table, Words
 
-WORDS = np.dtype("u2")  # a word's number within its message
+WORDS = np.dtype("u2")  # a word within its message
 
 
 def _row_type(table: Table) -> np.dtype[Any]:
-    """Returns the type of a row in a message: the table's numbers, words as numbers, no rank or free text."""
+    """Returns a row's type in a message: the table's numbers, words as numbers, no rank or free text."""
     few = [(name, WORDS) for name in table.words]
     numbers = [(name, kind) for name, kind in table.types.items() if kind.kind != "O" and name != "rank"]
     return np.dtype(sorted(numbers + few, key=lambda field: -field[1].itemsize))

@@ -40,7 +40,7 @@ class RowSubscriber:
         self._coming.put((True, address))
 
     def disconnect_engine(self, address: str) -> None:
-        """Leaves an ended engine, because another process may get its port."""
+        """Another process may get an ended engine's port."""
         self._coming.put((False, address))
 
     def _update_connections(self) -> None:

@@ -54,7 +54,7 @@ class RpcClient:
                 before.socket.close(0)
 
     def disconnect_rank(self, rank: int, address: str) -> None:
-        """Makes questions to `rank` fail at once, because its engine is gone. Does nothing during a question."""
+        """Questions to `rank` then fail at once, because its engine is gone. Does nothing during a question."""
         wire = self._wires[rank]
         if wire.address == address and wire.lock.acquire(blocking=False):
             try:
@@ -63,7 +63,7 @@ class RpcClient:
                 wire.lock.release()
 
     def ask_rank(self, rank: int, what: str, blob: bytes = b"", timeout: float = 3.0, **rest: Any) -> tuple[Any, bytes]:
-        """Returns the answer of a rank's engine to `what`: (plain value, blob). Raises NoAnswer or ClusterError."""
+        """Returns (plain value, blob). Raises NoAnswer or ClusterError."""
         wire = self._wires[rank]
         with wire.lock:
             self._send_question(wire, what, blob, rest)
