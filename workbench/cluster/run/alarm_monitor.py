@@ -17,7 +17,7 @@ ALTERNATIVES = {"nan": "skip such steps: on_nan='skip'", "diverged": "set diverg
 
 
 class LossAlarm(NamedTuple):
-    """What one rank met. The smallest instance is the earliest."""
+    """The smallest of all ranks' alarms is the earliest."""
 
     t: float
     rank: int
@@ -43,8 +43,8 @@ class AlarmMonitor:
     def __init__(self, live: RunState) -> None:
         self.live = live
         self._first_alarm: LossAlarm | None = None  # since the run began or resumed
-        self._resumed_at = float("-inf")  # when the run last resumed
-        self._is_pausing = True  # whether the first alarm pauses the run; False: it ends it
+        self._resumed_at = float("-inf")
+        self._is_pausing = True  # False: the first alarm ends the run
         self._skipped_steps: dict[
             int, tuple[bool, str]
         ] = {}  # by step: (whether a rank met it on its own data, sentence)
@@ -55,7 +55,7 @@ class AlarmMonitor:
         self._first_alarm = self._first_alarm if self._first_alarm and self._first_alarm.t > t else None
 
     def take_alarm(self, name: str, rank: int, step: int, t: float, detail: dict[str, Any]) -> None:
-        """Takes in a rank's mark. The first alarm pauses, ends or rolls back the run, by the policy."""
+        """The first alarm pauses, ends or rolls back the run, by the policy."""
         detail_texts = {k: str(detail.get(k, "")) for k in ("loss", "layer", "why", "best")}
         alarm = LossAlarm(t, rank, step, name, **detail_texts)
         if detail.get("skipped"):
@@ -91,7 +91,7 @@ class AlarmMonitor:
             self.live.request_stop()
 
     def take_rollback(self, t: float, detail: dict[str, Any]) -> None:
-        """Takes in a roll-back's result. Without `to` it failed, `text` says why, and the ranks stand still."""
+        """Without `to` the roll-back failed, `text` says why, and the ranks stand still."""
         text = detail["text"]
         if "to" in detail:
             self.note_resumed(t)

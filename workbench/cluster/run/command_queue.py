@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from workbench.cluster.run.run_changes import PendingChange
 
 RESEND = "ask again"
-RESEND_INTERVAL = 0.2  # seconds until a command is sent again if there is no first rank
+RESEND_INTERVAL = 0.2  # seconds, if there is no first rank
 
 
 class CommandQueue:
@@ -26,7 +26,7 @@ class CommandQueue:
     def __init__(self, live: RunState) -> None:
         self.live = live
         self.leader = 0
-        self.dismissed: set[int] = set()  # ranks dismissed before they joined
+        self.dismissed: set[int] = set()  # before they joined
         self._queue: queue.Queue[tuple[str, bool, Sequence[int], dict[str, Any]]] = queue.Queue()
 
     def put_command(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:

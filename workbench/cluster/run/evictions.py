@@ -25,10 +25,10 @@ from workbench.settings import KnobError
 if TYPE_CHECKING:
     from workbench.cluster.run.run_changes import PendingChange
 
-ANSWER_TIMEOUT = 2.0  # seconds for the remaining ranks to report whether they can go on
+ANSWER_TIMEOUT = 2.0  # seconds for the remaining ranks
 RETRY_SUFFIX = "ask again"  # ends a temporary refusal
-MAX_RETRIES = 3  # requests after such refusals
-REPORT_TIMEOUT = 2.0  # seconds from an engine's end to the ranks' report
+MAX_RETRIES = 3  # after such refusals
+REPORT_TIMEOUT = 2.0  # seconds from an engine's end
 
 
 class Evictions:
@@ -37,7 +37,7 @@ class Evictions:
     reasons:     by rank
     leaving:     evicted ranks that the run still counts
     can_replace: whether to replace lost ranks; False while a kernel replays the record
-    unreplaced:  number of lost ranks without a replacement in that record
+    unreplaced:  lost ranks without a replacement in that record
     """
 
     def __init__(self, live: RunState) -> None:
@@ -49,8 +49,8 @@ class Evictions:
         self._last_refusal = ""
         self._retries = 0
         self._lock, self._count_lock = threading.Lock(), threading.Lock()
-        self._replacing = threading.Lock()  # held from a request for ranks to its answer
-        self._unrequested = 0  # replacements not requested yet
+        self._replacing = threading.Lock()  # from a request for ranks to its answer
+        self._unrequested = 0  # replacements
 
     # -- events
 
@@ -97,9 +97,9 @@ class Evictions:
 
     def note_continued(self, gone: Sequence[int], preempted: Collection[int] = (), new: Collection[int] | None = None,
                 spare: Collection[int] = ()) -> None:  # fmt: skip
-        """Takes in that the run continued without the ranks `gone`, and replaces lost ranks by the settings.
+        """The run continued without the ranks `gone`. Replaces lost ranks by the settings.
 
-        preempted: preempted ranks among `gone`
+        preempted: among `gone`
         new:       ranks that joined; None without a resize
         spare:     ranks that left because the remaining number did not fit; they are replaced, too
         """
@@ -172,13 +172,13 @@ class Evictions:
         return list(dict.fromkeys(ranks))
 
     def leave_behind(self, ranks: Sequence[int], besides: Collection[int] = ()) -> None:
-        """Makes the remaining ranks continue without these, whose engines the lab cannot end."""
+        """Makes the remaining ranks continue without these, because the lab cannot end their engines."""
         live = self.live
         remaining = [m for m in live.members if m not in (*ranks, *besides) and m not in live.ending.dead_ranks]
         live.cluster.rpc.ask_all("without", timeout=ANSWER_TIMEOUT, ranks=remaining, members=list(ranks))
 
     def _prepare_remaining(self, ranks: list[int], force: bool) -> bool:
-        """Warns the remaining ranks. Returns whether they can continue; raises ClusterError if not."""
+        """Returns whether the remaining ranks can continue; raises ClusterError if not."""
         live, these = self.live, ", ".join(map(str, ranks))
         remaining = [rank for rank in live.members if rank not in ranks and rank not in live.ending.dead_ranks]
         answers = live.cluster.rpc.ask_all("outlive", timeout=ANSWER_TIMEOUT, ranks=remaining)
@@ -236,7 +236,7 @@ class Evictions:
     def _retry_if_refused(self, change: PendingChange) -> None:
         """Repeats the request if a rank or a connection was lost while new ranks joined.
 
-        It counts living new ranks only; `note_continued` counts the dead ones.
+        Counts living new ranks only; `note_continued` counts the dead ones.
         """
         live = self.live
         while not live.over.is_set():

@@ -14,7 +14,7 @@ from workbench.cluster.transport import disk_rows
 from workbench.record.timeline import KINDS
 from workbench.settings.describe_error import text_of
 
-ARRIVAL_TIMEOUT = 1.0  # seconds for a message to arrive
+ARRIVAL_TIMEOUT = 1.0  # seconds for a message
 ALL_ROWS = 1 << 62
 
 Marks = list[tuple[int, str, float, dict[str, Any]]]
@@ -37,7 +37,7 @@ def gather_last_rows(live: RunState, silent: set[int]) -> None:
 
 
 def _update_sent_counts(live: RunState, silent: set[int]) -> None:
-    """Asks for counts of sent rows, because the last status may be older."""
+    """The last status may be older than the counts."""
     asked = [rank for rank in live.ranks if rank not in silent and not live.status.get(rank, {}).get("over")]
     for rank, answer in live.cluster.rpc.ask_all("status", timeout=ARRIVAL_TIMEOUT, ranks=asked).items():
         if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):

@@ -39,7 +39,7 @@ class PendingChange:
             self._answered.set()
 
     def wait(self, timeout: float | None = None) -> PendingChange:
-        """Waits for the answer. Raises KnobError for a refusal, TimeoutError without an answer."""
+        """Raises KnobError for a refusal, TimeoutError without an answer."""
         if not self._answered.wait(timeout):
             raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s; {self.describe_ranks()}")
         if self.refused:
@@ -110,7 +110,7 @@ class Changes:
                 self.history.append(PendingChange(change, step))
 
     def note_refused(self, detail: dict[str, Any]) -> Sequence[int]:
-        """Records a refusal. Returns the ranks that would have joined."""
+        """Returns the ranks that would have joined."""
         with self._lock:
             if pending := self._pop_pending(detail):
                 pending.answer(refused=detail["reason"])
@@ -123,7 +123,7 @@ class Changes:
         return found
 
     def request_resize(self, members: Sequence[int], joining: Sequence[int]) -> PendingChange:
-        """Adds a resize to `members`, with the new ranks `joining`. `note_resized` or `note_refused` answers it."""
+        """joining: the new ranks. `note_resized` or `note_refused` answers the request."""
         with self._lock:
             number = f"resize {next(self._numbers)} {time.time_ns():x}"
             pending = PendingChange(Change(NEXT, "ranks", len(members), number, time.time()))
@@ -140,7 +140,7 @@ class Changes:
                 pending.answer(applied_at=step)
 
     def note_superseded_resize(self, step: int, detail: dict[str, Any]) -> Sequence[int]:
-        """Answers a resize that a later generation may have replaced. Returns its new ranks."""
+        """A later generation may have replaced the resize. Returns its new ranks."""
         with self._lock:
             if pending := self._pop_pending(detail):
                 pending.answer(applied_at=step)

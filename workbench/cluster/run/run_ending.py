@@ -3,10 +3,10 @@
 It has no thread, socket or clock of its own.
 
 [Note: How long a stop takes] The ranks stop at their next common step boundary. The kernel waits while they complete
-steps. A step may take max(`MIN_STEP_WAIT`, `WAIT_FACTOR` x the longest recent step) seconds, with `FIRST_STEP_WAIT`
-for `MIN_STEP_WAIT` before the first step. With shorter steps the wait ends after `MAX_STEP_WAIT` seconds. Then the
-ranks must leave in the middle of a step. After max(`LEAVE_TIMEOUT`, `WAIT_FACTOR` x that step) more seconds the kernel
-gives up the remaining ranks.
+steps. A step may take max(`MIN_STEP_WAIT`, `WAIT_FACTOR` x the longest recent step) seconds, with `FIRST_STEP_WAIT` for
+`MIN_STEP_WAIT` before the first step. With shorter steps the wait ends after `MAX_STEP_WAIT` seconds. Then the ranks
+must leave in the middle of a step. After max(`LEAVE_TIMEOUT`, `WAIT_FACTOR` x that step) more seconds the kernel gives
+up the remaining ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_STEP_WAIT = 1.0  # seconds
 WAIT_FACTOR = 3.0  # step lengths
 FIRST_STEP_WAIT = 10.0  # seconds
 MAX_STEP_WAIT = 20.0  # seconds
-LEAVE_TIMEOUT = 3.0  # seconds to leave in the middle of a step
+LEAVE_TIMEOUT = 3.0  # seconds, in the middle of a step
 REGROUP_TIMEOUT = 30.0  # seconds for ranks to meet after a loss
 REPORT_TIMEOUT = 0.5  # seconds for other ranks' reports after a failure
 
@@ -31,27 +31,24 @@ Error = dict[str, Any]
 
 
 class RunEnding:
-    """The end of one run of `ranks`, for any thread.
-
-    joining: ranks that have not joined, whose end says nothing about the run
-    """
+    """The end of one run, for any thread. joining: ranks that have not joined; their end says nothing about the run"""
 
     def __init__(self, ranks: Iterable[int], clock: Callable[[], float] = time.monotonic) -> None:
         self.ranks, self.clock = set(ranks), clock
         self.joining: set[int] = set()
         self.final_states: dict[int, str] = {}
         self.errors: dict[int, Error] = {}
-        self.lost: dict[int, Error | None] = {}  # ranks lost without ending the run
+        self.lost: dict[int, Error | None] = {}  # without ending the run
         self.survives_loss: Callable[[], bool] = lambda: False  # the run survives a lost rank
         self.unwatched_error: Error | None = None  # a non-finite loss that ended the run
         self.is_stop_requested = False
         self._is_abort_requested = False  # ranks must leave within a step
         self._stop_requested_at = self._last_step_at = 0.0
         self._abort_at = self._give_up_at = float("inf")
-        self._only_joining_since: float | None = None  # since when only unjoined ranks remain
-        self._phases: dict[int, str] = {}  # each rank's last reported state
+        self._only_joining_since: float | None = None  # since when no other ranks remain
+        self._phases: dict[int, str] = {}  # last reported, by rank
         self._steps: dict[int, int] = {}
-        self._step_seconds: dict[int, float] = {}  # longest recent step, in seconds
+        self._step_seconds: dict[int, float] = {}  # of the longest recent step
         self._lock = threading.Lock()
 
     # -- events
@@ -68,7 +65,7 @@ class RunEnding:
             self._steps[rank], self._last_step_at = step, self.clock()
 
     def note_left(self, rank: int, state: str) -> None:
-        """Records that a rank left. Its first report counts."""
+        """A rank's first report counts."""
         with self._lock:
             if self.final_states.setdefault(rank, state) == "done" and self._ended_after(rank, self.errors.get(rank)):
                 self.lost[rank] = self.errors.pop(rank)
@@ -80,7 +77,7 @@ class RunEnding:
         return self.final_states.get(rank) == "done" and error is not None and error["type"] == "EngineDied"
 
     def note_error(self, rank: int, error: Error) -> None:
-        """Records a rank's error. Its first report counts."""
+        """A rank's first report counts."""
         with self._lock:
             if rank in self.errors:
                 return
@@ -113,7 +110,7 @@ class RunEnding:
             self.note_error(rank, error)
 
     def note_removed(self, gone: Iterable[int], step: int) -> None:
-        """Records that the run continues without these ranks from `step`, possibly an earlier one."""
+        """The run continues without these ranks from `step`, possibly an earlier one."""
         with self._lock:
             self._steps = {rank: min(at, step) for rank, at in self._steps.items()}
             self.ranks -= set(gone)

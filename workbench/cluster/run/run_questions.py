@@ -23,7 +23,7 @@ class RunQuestions:
 
     @property
     def holdup(self) -> str:
-        """Names the ranks that hold the run up, or ""."""
+        """The ranks that hold the run up, or ""."""
         return self.hang_monitor.holdup
 
     @property
@@ -33,7 +33,7 @@ class RunQuestions:
         return [Standing(r, s.step, s.op, s.waits, s.still) for r, s in sorted(table.items()) if r in self.members]
 
     def profile(self, rank: int, steps: int) -> Path:
-        """Profiles the next `steps` steps of `rank`. Returns the trace's path. See `engine/record/step_profiler.py`."""
+        """Returns the trace path of the next `steps` steps of `rank`. See `engine/record/step_profiler.py`."""
         if isinstance(rank, bool) or rank not in self.members:
             raise KnobError(f"rank={rank!r}: must be one of those that train now: {', '.join(map(str, self.members))}")
         if isinstance(steps, bool) or not isinstance(steps, int) or not 1 <= steps <= 1000:

@@ -20,9 +20,9 @@ from workbench.experiment.user_input import MAX_RANKS
 from workbench.settings import KnobError
 from workbench.settings.progress import doing
 
-BEGIN_TIMEOUT = 60.0  # seconds for a rank to begin its wait
-POLL_INTERVAL = 0.05  # seconds between checks
-STATUS_TIMEOUT = 1.0  # seconds for a free engine's report
+BEGIN_TIMEOUT = 60.0  # seconds until a rank waits
+POLL_INTERVAL = 0.05  # seconds
+STATUS_TIMEOUT = 1.0  # seconds for a free engine
 
 
 class RankNotBegun(ClusterError):

@@ -1,4 +1,4 @@
-"""The state of one live run, as the parts of its controller see it."""
+"""The state of one live run, as its controller's parts see it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,19 @@ from workbench.settings.describe_error import said, text_of
 
 
 class CommandsView(Protocol):
-    """The queue of commands to ranks. dismissed: ranks that were about to join and were sent away"""
+    """The queue of commands to ranks. dismissed: ranks that were sent away before they joined"""
 
     dismissed: set[int]
 
-    def put_command(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None:
-        """Queues a command for the first rank, `everyone`, or the ranks `to`."""
+    def put_command(self, what: str, everyone: bool = False, to: Sequence[int] = (), **rest: Any) -> None: ...
 
-    def put_change(self, asked: PendingChange) -> None:
-        """Queues a change or a resize for the first rank."""
+    def put_change(self, asked: PendingChange) -> None: ...
 
-    def dismiss_ranks(self, ranks: Sequence[int]) -> None:
-        """Sends away ranks that were about to join, which frees their engines."""
+    def dismiss_ranks(self, ranks: Sequence[int]) -> None: ...
 
 
 class RunState(ABC):
-    """One live run: its members, its progress, and how to end it. watched: whether a person sees the run"""
+    """One live run. watched: whether a person sees it"""
 
     commands: CommandsView
     reorder_buffer: ReorderBuffer
@@ -46,11 +43,11 @@ class RunState(ABC):
         self.watched = watched
         self.ranks = range(changes.experiment.ranks)
         self.initial_experiment = changes.experiment
-        self.members = tuple(self.ranks)  # the training ranks
+        self.members = tuple(self.ranks)  # that train
         self.generation_number = 0  # of their generation, if known
-        self.used_ranks = set(self.ranks)  # ranks that ever trained
+        self.used_ranks = set(self.ranks)  # that ever trained
         self.successor_ranks: dict[int, int] = {}  # by a former rank: the new rank of its engine
-        self.resize_lock = threading.RLock()  # held until chosen engines begin as ranks
+        self.resize_lock = threading.RLock()  # until chosen engines begin as ranks
         self.session_arguments: dict[str, Any] = {}  # of later ranks too
         self.pickled_experiment, self.secret = b"", ""
         self.state = "starting"

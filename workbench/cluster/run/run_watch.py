@@ -1,4 +1,4 @@
-"""Watches one run: checks its engines, asks its ranks for status, and does what `Ending` decides."""
+"""Watches one run: checks its engines, asks its ranks for status, and does what `RunEnding` decides."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster
     from workbench.cluster.run.run_controller import RunController
 
-POLL_INTERVAL = 0.2  # seconds between checks
-STATUS_INTERVAL = 1.0  # seconds between requests
-SILENCE_LIMIT = 2.0  # seconds without an answer before reading marks from disk
+POLL_INTERVAL = 0.2  # seconds
+STATUS_INTERVAL = 1.0  # seconds
+SILENCE_LIMIT = 2.0  # seconds before reading marks from disk
 
 
 class RunWatch:

@@ -14,9 +14,9 @@ from workbench.cluster.run.rank_errors import RankError
 from workbench.cluster.run.run_ending import LEAVE_TIMEOUT
 from workbench.settings.describe_error import class_of, text_of
 
-SECRET_TIMEOUT = 30.0  # seconds for all ranks to take the secret
-BEGIN_TIMEOUT = 60.0  # seconds for all ranks to begin
-POLL_INTERVAL = 0.2  # seconds between checks
+SECRET_TIMEOUT = 30.0  # seconds for all ranks
+BEGIN_TIMEOUT = 60.0  # seconds for all ranks
+POLL_INTERVAL = 0.2  # seconds
 
 
 class StartTimeout(ClusterError):
