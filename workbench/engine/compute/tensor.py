@@ -54,7 +54,8 @@ class TensorPerformer:
         self._plan, self._fresh, self._stale = [], True, True
 
     def tune_partition(self, plans: tuple[PassPlan, ...], units: list[nn.Module], again: tuple[float, ...]) -> None:
-        """
+        """Applies the partition's present knobs.
+
         plans: by piece of the model, as far as they are known
         units: units that backward recomputes; again: by piece, their share of its forward
         """

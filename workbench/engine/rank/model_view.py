@@ -106,7 +106,8 @@ class LoopLead(Protocol):
 
 
 class PlaceView(Protocol):
-    """
+    """Where a rank trains.
+
     kind:   the backend, such as "gloo"
     device: its name, such as "cpu"
     joins:  whether the rank joins a run, and receives the state of other ranks

@@ -15,7 +15,8 @@ from workbench.sim.costs.costs import Costs
 
 
 class PassTimer:
-    """
+    """Prices compute on the device of one virtual rank.
+
     free:           by origin of a worker's fibers, when its device is free again
     computes_until: end of the present pass, if nothing delays it
     collects:       whether layers record inputs, until the strategy requests their factors
