@@ -104,7 +104,7 @@ def write(folder: Path = FOLDER) -> list[Path]:
         if (cls := found(method.name)) is None:
             print(f"no figure of {method.name}: there is no such strategy yet")
         elif cls.opaque:
-            print(f"no figure of {method.name}: its exchange is torch's own and only the wall clock can tell")
+            print(f"no figure of {method.name}: only torch itself can run its exchange, on the wall clock")
         else:
             path = folder / f"{method.name}.svg"
             path.write_text(figure(method), encoding="utf-8")

@@ -48,6 +48,6 @@ def test_a_strategy_from_a_cell_is_right_on_both_clocks(tmp_path: Path, monkeypa
     assert apart < 1e-4 and len(first) >= 2 and second == []
     assert all("applied at step" in change for change in done), done
     assert "away from the box's" in plain and "away from the box's" in forgetful
-    assert "`own` does not say what becomes of since" in silent
-    assert "plain = False says it" in unsaid
+    assert "`own` has no rule for since" in silent
+    assert "set plain = False" in unsaid
     assert solved == "The box's parameters, on all ranks. All laws kept." and "; solved" in sheet

@@ -94,9 +94,9 @@ def test_a_script_is_changed_paused_and_stopped_live_but_cannot_roll_back(lab: L
     assert until(lambda: lab.state == "paused" and run.made == at + 2)
     with pytest.raises(KnobError, match="keeps the 2 ranks that it started with"):
         lab.resize(1)
-    with pytest.raises(KnobError, match="into=None: a loop of its own has made this model, and only it knows how"):
+    with pytest.raises(KnobError, match="into=None: a custom loop built this model, which settings cannot do"):
         run.model()
-    with pytest.raises(KnobError, match="is a model alone, of a loop of its own, and no run goes on from the midst"):
+    with pytest.raises(KnobError, match="holds only the model of a custom loop, which cannot continue in the middle"):
         lab.run(resume=str(run.path))
     lab.resume()
     assert until(lambda: run.made > at + 3)

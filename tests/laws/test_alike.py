@@ -133,14 +133,14 @@ class Teller(DDP):
 @pytest.mark.parametrize(
     ("change", "more", "said"),
     [
-        ({"strategy": Gossip()}, {}, "strategy=Gossip: its ranks do unlike things"),
-        ({"fabric": Fabric(faults=(Slow(rank=1),))}, {}, r"fabric\.faults: ranks that have them are not like others"),
+        ({"strategy": Gossip()}, {}, "strategy=Gossip: its ranks do different work"),
+        ({"fabric": Fabric(faults=(Slow(rank=1),))}, {}, r"fabric\.faults: ranks with faults differ from the other"),
         ({"fabric": Fabric(link=Link(bandwidth=9.0, jitter=0.1)), "partition": Pipeline(stages=2, micros=4)}, {},
-         "jitter: each message between stages is disturbed by itself; take jitter=0"),
+         "jitter: it changes each message between stages separately; take jitter=0"),
         ({}, {"costs": Costs(forward=(0.1, 0.2))}, r"costs: ranks are not equally fast.*costs\.even\(ranks=8\)"),
-        ({"fabric": replace(SITES, site=3)}, {}, r"fabric\.site=3: groups of 8 ranks lie unlike on such sites; take"),
-        ({}, {"changes": [Change(2, "bucket_mb", 1.0)]}, "alike: it is for sizes only, without changes"),
-        ({}, {"real": True}, "alike: it is for sizes only, without changes"),
+        ({"fabric": replace(SITES, site=3)}, {}, r"fabric\.site=3: groups of 8 ranks are spread unevenly over"),
+        ({}, {"changes": [Change(2, "bucket_mb", 1.0)]}, "alike: it needs sizes only, no changes"),
+        ({}, {"real": True}, "alike: it needs sizes only, no changes"),
     ],
 )  # fmt: skip
 def test_alike_is_refused_if_ranks_differ(change: dict[str, Any], more: dict[str, Any], said: str) -> None:
@@ -149,7 +149,7 @@ def test_alike_is_refused_if_ranks_differ(change: dict[str, Any], more: dict[str
 
 
 def test_a_message_to_a_rank_that_another_stands_for_is_refused() -> None:
-    with pytest.raises(StrategyError, match="a message to rank 1, for which another stands: its ranks are not alike"):
+    with pytest.raises(StrategyError, match="a message to rank 1, which is not simulated, because another"):
         simulate(replace(E, strategy=Teller()), alike=True)
 
 

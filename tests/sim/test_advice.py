@@ -184,7 +184,7 @@ def test_suggestions_for_a_slow_network_hold_when_followed() -> None:
 
 def test_no_setting_is_suggested_against_a_slow_processor() -> None:
     (row,) = run(Slow(rank=1, factor=1.5, phase="backward")).advice()
-    assert row.suggestions == () and row.next == "look at what else runs beside that rank"
+    assert row.suggestions == () and row.next == "look at what else runs next to that rank"
     assert "backward" in repr(run(Slow(rank=1, factor=1.5, phase="backward")).advice())
 
 

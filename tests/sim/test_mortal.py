@@ -182,10 +182,10 @@ def test_several_crashes_in_turn_and_at_once() -> None:
 
 
 def test_invalid_crash_settings_raise_knob_error() -> None:
-    with pytest.raises(KnobError, match=r"fabric.faults: ranks that have them are not like others"):
+    with pytest.raises(KnobError, match=r"fabric.faults: ranks with faults differ from the other ranks"):
         simulate(setting(DDP(), fabric=Fabric(faults=(Crash(rank=1),))), alike=True)
     e = setting(DDP(), ranks=2)
-    with pytest.raises(KnobError, match="replay: follows ranks none of whom is lost"):
+    with pytest.raises(KnobError, match="replay: a fault crashes a rank, and a replay cannot lose ranks"):
         simulate(e, changes=[crash(3, 1)], replay=simulate(e))
 
 

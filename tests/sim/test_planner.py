@@ -73,7 +73,7 @@ def test_a_slow_wire_between_ranks_wants_fewer_bytes() -> None:
 
 
 def test_a_plan_without_pace_or_costs_raises_knob_error() -> None:
-    with pytest.raises(KnobError, match="pace=0: nothing says how long compute lasts"):
+    with pytest.raises(KnobError, match="pace=0: the duration of compute is unknown"):
         plan(replace(E, pace=0.0))
 
 

@@ -217,7 +217,7 @@ def test_torch_ddp_is_refused_because_it_needs_the_wall_clock() -> None:
 
 
 def test_a_simulation_without_pace_or_costs_is_refused() -> None:
-    with pytest.raises(KnobError, match=r"pace=0: nothing says how long.*Costs.measured"):
+    with pytest.raises(KnobError, match=r"pace=0: the duration of compute is unknown.*Costs.measured"):
         simulate(experiment(2, 4))
     assert simulate(experiment(2, 4), costs=Costs(forward=0.01)).state == "done"
 

@@ -117,7 +117,7 @@ def test_parts_take_their_measured_times() -> None:
     assert found.busy == pytest.approx([0.045, 0.045], rel=1e-6)
     other = simulated((), 4, costs)
     assert other.busy == pytest.approx([0.03, 0.06], rel=1e-6)
-    with pytest.raises(KnobError, match="2 parts have times, and the model has 4"):
+    with pytest.raises(KnobError, match="costs: has times of 2 parts, but the model has 4"):
         simulated((), 4, replace(costs, parts=((1, 2), (1, 2))))
 
 
@@ -260,7 +260,7 @@ def test_a_recorded_run_shows_which_stage_is_slow() -> None:
     assert found.cuts == found_with(Pipeline(), weights, slow=(1.0, 3.0)).cuts != found_with(Pipeline(), weights).cuts
     first, second = (found.costs.forward[rank].seconds for rank in (0, 1))
     assert second == pytest.approx(3.0 * first, rel=1e-6)
-    with pytest.raises(KnobError, match="its last steps have no 4 stages; take a run that has"):
+    with pytest.raises(KnobError, match="its last steps do not have 4 stages; take a run with so many"):
         found_with(Pipeline(stages=4), weights, slow=recorded)
 
 

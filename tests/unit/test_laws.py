@@ -42,7 +42,7 @@ def test_only_broken_laws_are_reported() -> None:
         "its step is what one process would make of all examples",
     ]
     assert "BROKEN    ranks are equal after every step: ranks differ after step 1" in repr(found)
-    assert laws(Partial).broken == ["all ranks ask for the same, of sizes alone, too"]
+    assert laws(Partial).broken == ["all ranks request the same collectives, also with sizes only"]
 
 
 def test_a_strategy_exchanges_one_of_four_kinds() -> None:

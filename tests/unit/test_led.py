@@ -434,5 +434,5 @@ def test_a_checkpoint_of_a_loop_contains_the_model_alone(strategy: Strategy, tmp
     torch.testing.assert_close(found, {name: (x + second[name]) / 2 for name, x in first.items()})
     if strategy == DDP():
         torch.testing.assert_close(found, first, rtol=0, atol=0)
-    with pytest.raises(KnobError, match="is a model alone, of a loop of its own"):
+    with pytest.raises(KnobError, match="holds only the model of a custom loop"):
         plan_resume(kept, None)

@@ -61,7 +61,7 @@ def test_a_lesson_has_algorithm_source_both_timelines_knobs_and_paper() -> None:
 def test_a_lesson_explains_why_the_simulator_cannot_run_a_member() -> None:
     shown = lesson("TorchDDP")
     assert boards(shown) == 0
-    assert "only the wall clock can tell what it takes" in text(shown) and TorchDDP.__name__ in text(shown)
+    assert "only torch itself can run its exchange" in text(shown) and TorchDDP.__name__ in text(shown)
 
 
 def test_a_fault_is_compared_with_no_fault() -> None:

@@ -75,7 +75,7 @@ def test_choices_and_integers_are_searched_and_refused_settings_have_no_time() -
     ("nonsense", {"paths": ["nonsense"]}),
     ("trials=0: must be an integer of at least 1", {"trials": 0}),
     ("steps=True: must be an integer of at least 1", {"steps": True}),
-    ("within: lr: must be among the paths that are tuned", {"within": {"lr": (0.1, 1.0)}}),
+    ("within: lr: must be among the tuned paths", {"within": {"lr": (0.1, 1.0)}}),
     ("within credit_mb=\\(2.0, 1.0\\): must be two numbers, the lower one first",
      {"paths": ["credit_mb"], "within": {"credit_mb": (2.0, 1.0)}}),
     ("within credit_mb=5: must be two numbers", {"paths": ["credit_mb"], "within": {"credit_mb": 5}}),
@@ -93,7 +93,7 @@ def test_invalid_arguments_raise_knob_error(said: str, asked: dict[str, Any]) ->
 
 
 def test_if_every_trial_is_refused_the_reason_is_raised() -> None:
-    with pytest.raises(KnobError, match=r"all 2 trials were refused.*pace=0: nothing says how long compute"):
+    with pytest.raises(KnobError, match=r"all 2 trials were refused.*pace=0: the duration of compute is unknown"):
         tune(SLOW.set("pace", 0.0), ["credit_mb"], trials=2)
 
 
@@ -112,7 +112,7 @@ def test_without_optuna_the_error_names_the_extra_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(KnobError, match=r"pip install 'training-workbench\[tune\]'"):
         tune(SLOW, ["credit_mb"])
-    with pytest.raises(KnobError, match="takes an Experiment to simulate or a Lab whose run is live, not str"):
+    with pytest.raises(KnobError, match="takes an Experiment to simulate or a Lab with a live run, not str"):
         tune("DDP")  # type: ignore[arg-type]
 
 

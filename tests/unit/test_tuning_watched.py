@@ -125,8 +125,8 @@ def test_a_lost_rank_ends_the_trial_but_not_the_search() -> None:
     search = tuning(ranks, {"bucket_mb": [0.05, 0.8, 1.0]}, trials=5)
     found = search.start().wait(PATIENT)
     verdicts = [t.verdict for t in found.trials]
-    assert "rank 3 was lost while it was tried" in verdicts, verdicts
-    after = found.trials[verdicts.index("rank 3 was lost while it was tried") + 1]
+    assert "rank 3 was lost during the trial" in verdicts, verdicts
+    after = found.trials[verdicts.index("rank 3 was lost during the trial") + 1]
     assert after.settings == {"bucket_mb": 0.05} and after.verdict == "in force before" and after.ranks == 3
     assert found.best.ranks == 3 and found.best.settings == {"bucket_mb": 0.8}
 
@@ -160,7 +160,7 @@ def test_a_paused_search_begins_no_trial_and_a_stopped_one_leaves_the_best() -> 
     assert len(search.wait(PATIENT).trials) == paused and search.state == "stopped"
     search.use(1)
     assert ranks.experiment.bucket_mb == 0.05
-    with pytest.raises(KnobError, match=f"number=9: must be a trial's, from 1 to {paused}"):
+    with pytest.raises(KnobError, match=f"number=9: must be a trial's number, from 1 to {paused}"):
         search.use(9)
 
 
@@ -218,7 +218,7 @@ def test_an_inconclusive_loss_is_reported_with_a_remedy() -> None:
     search = tuning(ranks, {"strategy": [DDP(), LocalSGD(every=4)]}, most=12, trials=2).start()
     search.wait(PATIENT)
     said = search.trials[-1].verdict
-    assert said.startswith("loss not told within 12 steps: it may be up to +")
+    assert said.startswith("loss unclear after 12 steps: it may be up to +")
     assert "its trend, which has" in said and "let the run train longer before you tune" in said
 
 
@@ -228,7 +228,7 @@ def test_an_inconclusive_loss_is_reported_with_a_remedy() -> None:
     ("bucket_mb=4: must be a list of values to try, or a range", {"space": {"bucket_mb": 4}}),
     ("ranks: cannot change while a run is live", {"space": {"ranks": [2, 4]}}),
     ("within: is for a list of knobs", {"within": {"bucket_mb": (0.1, 1.0)}}),
-    ("paths: 900 settings, all together; must be at most 512", {"space": {"lr": [0.1 + i / 1e4 for i in range(900)]}}),
+    ("paths: 900 combinations of settings; must be at most", {"space": {"lr": [0.1 + i / 1e4 for i in range(900)]}}),
 ])  # fmt: skip
 def test_invalid_arguments_raise_knob_error(said: str, asked: dict[str, Any]) -> None:
     with pytest.raises(KnobError, match=said):

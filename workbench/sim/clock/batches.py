@@ -35,7 +35,7 @@ class BatchOutline:
     def layout(self) -> ParameterLayout: ...
 
     def next_batch(self) -> Any:
-        raise StrategyError("sizes only: there is no batch to look at; simulate with real=True")
+        raise StrategyError("sizes only: batches have no contents; simulate with real=True")
 
     def batch_nbytes(self, batch: int) -> int:
         return int(self.whole.passes.count_batch_bytes(batch))

@@ -154,9 +154,9 @@ class Collective:
         first = next(f for f in self.fibers if f is not None)
         mine = collective(op, fiber.name)
         return Mismatch(
-            f"rank {first.host.index} asked for {self.name} of {self.size} bytes in step {first.step}, but rank "
-            f"{fiber.host.index} for {mine} of {_measure_op_size(op)} bytes in step {fiber.step} on lane "
-            f"{self.lane!r}: on one lane all ranks that meet must ask for the same collectives in the same order"
+            f"rank {first.host.index} requested {self.name} of {self.size} bytes in step {first.step}, but rank "
+            f"{fiber.host.index} requested {mine} of {_measure_op_size(op)} bytes in step {fiber.step} on lane "
+            f"{self.lane!r}: all ranks of a lane must request the same collectives in the same order"
         )
 
 

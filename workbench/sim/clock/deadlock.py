@@ -19,7 +19,7 @@ class Deadlock(RuntimeError):
 
 def explain_deadlock(world: Any) -> str:
     """Returns a line of text for each wait."""
-    lines = [f"nothing can happen any more at {world.clock.now:.6f} s:"]
+    lines = [f"deadlock at {world.clock.now:.6f} s: no event is left that could free a rank:"]
     for lane, meetings in world.open.items():
         for meeting in meetings.values():
             ranks = meeting.here
@@ -38,7 +38,7 @@ def explain_deadlock(world: Any) -> str:
     for (rank, kind), waiting in world.mail.waiting.items():
         for wait in waiting:
             from_ = wait.source if wait.replayed is None else wait.replayed
-            whom = "anyone" if from_ is None else f"rank {from_}"
+            whom = "any rank" if from_ is None else f"rank {from_}"
             lines.append(f"  rank {rank} waits in recv {kind!r} (step {wait.fiber.step}) for a message from {whom}")
     lines += _describe_others(world)
     return "\n".join(lines)
@@ -74,15 +74,15 @@ def explain_standstill(world: Any) -> str:
     world.clock.run_events(OBSERVED_EVENTS)
     world.mail.release_receiver()
     lines = [line for line, _ in asked.most_common(MAX_LISTED_RANKS)]
-    return "\n".join([f"time stands still at {world.clock.now:.6f} s though these go on:", *sorted(lines)])
+    return "\n".join([f"time stands still at {world.clock.now:.6f} s, but these requests repeat:", *sorted(lines)])
 
 
 def explain_endless_loop(fiber: Fiber, op: Op) -> str:
     """Returns the fiber's repeated request, and a remedy."""
     return (
-        f"time stands still at {fiber.host.clock.now:.6f} s though this goes on:\n  {_name_fiber(fiber)}: "
+        f"time stands still at {fiber.host.clock.now:.6f} s, but this request repeats:\n  {_name_fiber(fiber)}: "
         f"{op.verb} {_name_op(op)}".rstrip()
-        + "\nwhat it asks for in its loop takes no time: let it wait for something"
+        + "\nThe requests of this loop take no time: let it wait for a message, a step or a collective"
     )
 
 
@@ -100,7 +100,7 @@ def _conjugate_wait(ranks: list[int]) -> str:
 
 def _format_ranks(ranks: list[int]) -> str:
     if not ranks:
-        return "nobody"
+        return "no rank"
     some = ", ".join(map(str, ranks[:MAX_LISTED_RANKS])) + (
         f" and {len(ranks) - MAX_LISTED_RANKS} more" if len(ranks) > MAX_LISTED_RANKS else ""
     )

@@ -51,7 +51,7 @@ class Mailboxes:
             raise StrategyError(f"a message to rank {to}: there are ranks 0 to {world.size - 1}")
         if to >= world.first:
             raise StrategyError(
-                f"a message to rank {to}, for which another stands: its ranks are not alike; {SIMULATE_ALL}"
+                f"a message to rank {to}, which is not simulated, because another rank stands for it; {SIMULATE_ALL}"
             )
         nbytes = tensor.numel() * tensor.element_size()
         now = world.clock.now

@@ -59,7 +59,9 @@ class PassTimer:
         if stages is None:
             return 1.0
         if len(parts) != (every := sum(map(len, stages.pieces))):
-            raise KnobError(f"costs: {len(parts)} parts have times, and the model has {every}; measure it with balance")
+            raise KnobError(
+                f"costs: has times of {len(parts)} parts, but the model has {every}; measure them with balance"
+            )
         times = [backward if phase == "backward" else forward for forward, backward in parts]
         return float(stages.compute_cost(times, chunk * len(stages) + body.piece.stage))
 

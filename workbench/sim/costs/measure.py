@@ -57,8 +57,8 @@ class _RecordedSteps:
         good = [s for s in settled if s not in aside] or settled or plain
         if not good:
             raise ValueError(
-                f"run {run.name} has no step that ended on all ranks and in which each computed the whole model once, "
-                f"so nothing can be measured; record some steps with partition=Whole()"
+                f"run {run.name}: costs cannot be measured, because in no step all ranks computed the whole model once "
+                f"to the end; record some steps with partition=Whole()"
             )
         self.good = good[-MAX_STEPS:]
         self.any = np.array([s for s in range(stop) if s not in fresh and s not in aside][-MAX_STEPS:])

@@ -37,12 +37,14 @@ BUCKET_FACTOR = 4  # between the present and the suggested bucket size
 SUGGESTED_PERIOD = 8  # steps between two averages, if ranks meet in every step now
 COLUMNS = ("cause", "ranks", "per step", "share", "what is seen", "next thing to try")
 WHERE_TO_LOOK = {
-    "input": "look at what loads the data: nothing here makes it faster",
+    "input": "look at what loads the data: no setting makes it faster",
     "outside": "look at what else that process does between its passes",
-    "frozen": "look at what stops that process now and then",
+    "frozen": "look at what stops that process from time to time",
     "network": "look at that rank's port, cable or switch",
 }
-WHERE_TO_LOOK |= dict.fromkeys(("forward", "backward", "optimizer", "codec"), "look at what else runs beside that rank")
+WHERE_TO_LOOK |= dict.fromkeys(
+    ("forward", "backward", "optimizer", "codec"), "look at what else runs next to that rank"
+)
 
 
 class Suggestion(NamedTuple):

@@ -129,8 +129,8 @@ def balance(experiment: Experiment, *, times: Sequence[tuple[float, float]] | No
     except ValueError:
         cut_model(e, model, learner)  # raises a more precise error
         raise KnobError(
-            f"partition={type(way).__name__}: the model's {len(parts)} parts cannot be cut into {count} pieces each of "
-            f"which has parameters to train and no tied one of another's; take fewer"
+            f"partition={type(way).__name__}: the model's {len(parts)} parts cannot be cut into {count} pieces: "
+            f"each needs trained parameters, none of them tied to another piece; take fewer"
         ) from None
     costs = _make_stage_costs(e, units, factors)
     bare = replace(way, cuts=())  # type: ignore[call-arg]
@@ -171,9 +171,9 @@ def _read_part_times(times: Sequence[tuple[float, float]], count: int) -> tuple[
     if not all(0 <= seconds < IMPOSSIBLE for unit in found for seconds in unit[1:]) or not any(
         u.forward for u in found
     ):
-        raise KnobError(f"times={times!r}: seconds must be numbers that are not negative, and some above 0")
+        raise KnobError(f"times={times!r}: seconds must not be negative, and some must be above 0")
     if len(found) != count:
-        raise KnobError(f"times: of {len(found)} parts, and the model has {count}; give a pair for each")
+        raise KnobError(f"times: has {len(found)} parts, but the model has {count}; give a pair for each")
     return found
 
 
@@ -196,7 +196,9 @@ def _measure_slow_factors(
         analysis.measure_bubble(run.timeline),
     )
     if found is None or was.depth != e.partition.depth:
-        raise KnobError(f"slow={run.name}: its last steps have no {e.partition.depth} stages; take a run that has")
+        raise KnobError(
+            f"slow={run.name}: its last steps do not have {e.partition.depth} stages; take a run with so many"
+        )
     stages = cut_model(replace(e, partition=was), model, learner)
     ends = [0, *stages.piece_starts, len(units)]
     pieces = [sum(u.forward + u.backward for u in units[a:b]) for a, b in pairwise(ends)]

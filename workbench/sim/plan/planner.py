@@ -80,7 +80,7 @@ def plan(experiment: Experiment, *, costs: Costs | None = None, strategies: Iter
     e = user_input.experiment(experiment).checked()
     if not e.pace and costs is None:
         raise KnobError(
-            "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run), or an experiment with a pace"
+            "pace=0: the duration of compute is unknown; give costs=Costs.measured(run), or an experiment with a pace"
         )
     costs = (costs or Costs()).at_least({phase: e.pace * 1e-3 * share for phase, share in SHARES.items()})
     costs = costs.even(e.ranks) if e.ranks > MAX_UNEVEN_RANKS else costs

@@ -84,16 +84,16 @@ def list_assumptions(now: Experiment, e: Experiment, costs: Costs, network: str,
     each = sum(max(d.seconds for d in getattr(costs, p)) for p in PHASES)
     each = max(each, sum(SHARES.values()) * e.pace * 1e-3)
     said = [
-        f"Each rank computes as those of this run did ({format_seconds(each)} a step, batch {e.batch}), whatever its "
-        f"machine is; the batch of all grows with the ranks. For the run as it is the simulator is off by {error:+.0%} "
-        f"of what was measured.",
+        f"Each rank computes as fast as this run's ranks ({format_seconds(each)} a step, batch {e.batch}), on any "
+        f"machine; the global batch grows with the ranks. For the run's own settings, the simulated time is off by "
+        f"{error:+.0%}.",
     ]
     if network:
         said.append(named(network).text)
     elif not e.fabric.shaped:
         said.append("The wire is this machine's, as measured between the ranks of this run.")
     how = type(e.fabric.algorithm).__name__ if not e.fabric.algorithm.native else "a ring, 2 (p-1) messages one by one"
-    said.append(f"All-reduces go by {how}; each rank has a port of its own, and nobody else's traffic is in the way.")
+    said.append(f"All-reduces go by {how}; each rank has a port of its own, and there is no other traffic.")
     if e.ranks > MAX_UNEVEN_RANKS:
         said.append(f"Above {MAX_UNEVEN_RANKS} ranks one replica is simulated for all, each rank as fast as the "
                     f"slowest of all is expected to be, for normal independent times.")  # fmt: skip
@@ -103,6 +103,6 @@ def list_assumptions(now: Experiment, e: Experiment, costs: Costs, network: str,
     if not costs.list_codec_prices(e.compressor) and unknown:
         said.append(f"This run has not used {unknown[0]}, so encoding and decoding take no time here.")
     if e.fabric.faults and e.fabric.faults == now.fabric.faults:
-        said.append("The faults that are injected now stay.")
-    said.append("Nothing is said of what is learned.")
+        said.append("The present faults stay.")
+    said.append("The loss is not predicted.")
     return tuple(said)

@@ -55,11 +55,11 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
         asked = list(BYTE_KNOBS) if isinstance(e.strategy, ByteScheduler) else usual_space(e)
     if isinstance(asked, Mapping):
         if within:
-            raise KnobError("within: is for a list of knobs; where values are given by knob, give (low, high) there")
+            raise KnobError("within: is for a list of knobs; in a dict of values by knob, give (low, high) there")
         dims = [_make_dimension(e, path, values) for path, values in asked.items()]
     elif isinstance(asked, (list, tuple)) and asked and all(isinstance(path, str) for path in asked):
         if unknown := set(within) - set(asked):
-            raise KnobError(f"within: {', '.join(sorted(unknown))}: must be among the paths that are tuned, {asked}")
+            raise KnobError(f"within: {', '.join(sorted(unknown))}: must be among the tuned paths, {asked}")
         dims = [_make_range(e, path, within.get(path)) for path in asked]
     else:
         dims = []
@@ -71,7 +71,7 @@ def space_of(e: Experiment, asked: Any, within: Mapping[str, tuple[float, float]
         )
     if (number := math.prod(len(d.trial_points) for d in dims)) > MAX_COMBINATIONS:
         raise KnobError(
-            f"paths: {number} settings, all together; must be at most {MAX_COMBINATIONS}, so leave values out"
+            f"paths: {number} combinations of settings; must be at most {MAX_COMBINATIONS}, so remove values"
         )
     return dims
 

@@ -268,12 +268,12 @@ def explain_refusal(e: Experiment, costs: Costs | None, made: Callable[[], Any] 
                 return str(reason)
     if e.strategy.opaque:
         return (
-            f"strategy={name}: its exchange is torch's own and only the wall clock can tell what it takes; simulate "
-            f"{'ZeRO3, which shares out the same' if e.strategy.shards else 'DDP, which sends the same bytes'}"
+            f"strategy={name}: only torch itself can run its exchange, on the wall clock; simulate "
+            f"{'ZeRO3, which shards the same state' if e.strategy.shards else 'DDP, which sends the same bytes'}"
         )
     if not e.pace and costs is None:
         return (
-            "pace=0: nothing says how long compute lasts; give costs=Costs.measured(run) of a run that was recorded, "
+            "pace=0: the duration of compute is unknown; give costs=Costs.measured(run) of a recorded run, "
             "or an experiment with a pace in ms"
         )
     return None

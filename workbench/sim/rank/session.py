@@ -284,7 +284,7 @@ class Session(Reconfigurable):
                                   "type": "Crash", "text": text}  # fmt: skip
         self.mark("error", about)
         self.mark_end("failed")
-        await Op("park", self.world.note_crash, "nothing, for it has crashed")
+        await Op("park", self.world.note_crash, "nothing, because it has crashed")
 
     def mark_end(self, state: str) -> None:
         self.mark("end", {"rank": self.member, "state": state})

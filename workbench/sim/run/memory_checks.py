@@ -117,6 +117,6 @@ def require_room(e: Experiment, found: list[analysis.RankMemory]) -> None:
     if worst.peak + waiting > e.memory_mb * MB:
         raise KnobError(
             f"memory_mb={e.memory_mb:g}: rank {worst.rank} needs {format_mb(worst.peak)} MB, and {format_mb(waiting)} "
-            f"more where exchanges are late (outstanding={_count_outstanding(e)} buckets of {e.bucket_mb:g} MB); take "
+            f"more for late exchanges (outstanding={_count_outstanding(e)} buckets of {e.bucket_mb:g} MB); take "
             f"fewer or smaller buckets, or memory_mb={format_mb(1.02 * (worst.peak + waiting))}"
         )

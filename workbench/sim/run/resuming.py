@@ -85,17 +85,17 @@ def plan_resume(checkpoint: Checkpoint, wanted: Experiment | None, changes: Sequ
     most:    available ranks, if `wanted` is None
     """
     if checkpoint.kind == MODEL_KIND:
-        raise KnobError(f"resume={checkpoint.path}: is a model alone, of a loop of its own, and no run goes on from "
-                        f"the midst of that; let the loop load what run.save_model(path) writes")  # fmt: skip
+        raise KnobError(f"resume={checkpoint.path}: holds only the model of a custom loop, which cannot "
+                        f"continue in the middle; load a file of run.save_model(path) in the loop")  # fmt: skip
     if checkpoint.kind == "whole":
-        raise KnobError(f"resume={checkpoint.path}: was brought together for one run; resume from the checkpoint "
-                        f"that it was made of")  # fmt: skip
+        raise KnobError(f"resume={checkpoint.path}: was gathered for one run; resume from the checkpoint "
+                        f"that it was gathered from")  # fmt: skip
     saved, step = settings_of(checkpoint, wanted and wanted.task), checkpoint.step
     wanted = replace(saved, ranks=min(saved.ranks, most or saved.ranks)) if wanted is None else wanted
     wanted = wanted.checked()
     task, known = to_plain(wanted.task), _plain_task(checkpoint)
     if known is not None and known != task:
-        raise KnobError(f"task={short(task)}: the checkpoint is of {short(known)}; resume with that")
+        raise KnobError(f"task={short(task)}: the checkpoint has the task {short(known)}; resume with it")
     if 0 < wanted.steps <= step:
         raise KnobError(f"steps={wanted.steps}: the checkpoint was made before step {step}; take more steps, or 0")
     to_come = tuple(changes) if changes is not None else _read_planned(checkpoint)
@@ -111,7 +111,9 @@ def _read_planned(checkpoint: Checkpoint) -> tuple[Change, ...]:
     try:
         return tuple(Change.read(plain, int(plain["at_step"])) for plain in checkpoint.planned)
     except (KeyError, TypeError, ValueError):
-        raise KnobError(f"resume={checkpoint.path}: its planned changes are none; give changes=[] or others") from None
+        raise KnobError(
+            f"resume={checkpoint.path}: its planned changes are invalid; give changes=[] or other changes"
+        ) from None
 
 
 def _list_differing_knobs(start: Experiment, wanted: Experiment) -> Iterator[dict[str, Any]]:
@@ -132,7 +134,7 @@ def _list_differing_knobs(start: Experiment, wanted: Experiment) -> Iterator[dic
             yield settings
             break
         else:
-            raise KnobError(f"a change from what the checkpoint was made with is refused: {reason}")
+            raise KnobError(f"a change from the settings of the checkpoint is refused: {reason}")
 
 
 def _first_settings(saved: Experiment, wanted: Experiment) -> Experiment:
@@ -143,7 +145,7 @@ def _first_settings(saved: Experiment, wanted: Experiment) -> Experiment:
             return replace(wanted, optimizer=saved.optimizer, partition=Whole(), compressor=compressor).checked()
         except KnobError as error:
             reason = error
-    raise KnobError(f"ranks={wanted.ranks}: cannot go on from a checkpoint of {saved.ranks}: {reason}")
+    raise KnobError(f"ranks={wanted.ranks}: cannot continue a checkpoint of {saved.ranks} ranks: {reason}")
 
 
 def gather_checkpoint(checkpoint: Checkpoint, saved: Experiment, size: int, folder: Path) -> Checkpoint:
@@ -171,8 +173,8 @@ def model_of(checkpoint: Checkpoint, task: Any = None, into: nn.Module | None = 
     task: a user's own Task, which settings cannot describe; into: a model to fill and return
     """
     if checkpoint.kind == MODEL_KIND and into is None:
-        raise KnobError("into=None: a loop of its own has made this model, and only it knows how; give a model of that "
-                        "shape, into=model, or take run.save_model(path)")  # fmt: skip
+        raise KnobError("into=None: a custom loop built this model, which settings cannot do; give a model of "
+                        "the same shape, into=model, or use run.save_model(path)")  # fmt: skip
     if into is not None:
         return _load_state(into, saved_state(checkpoint, task))
     saved = settings_of(checkpoint, task)
@@ -219,7 +221,7 @@ def saved_state(checkpoint: Checkpoint, task: Any = None) -> dict[str, Any]:
 def _load_state(model: nn.Module, state: dict[str, Any]) -> nn.Module:
     """Raises KnobError if the state dict does not fit."""
     if not isinstance(model, nn.Module):
-        raise KnobError(f"into={short(model)}: must be a torch Module of the shape of the one that was trained")
+        raise KnobError(f"into={short(model)}: must be a torch Module with the shape of the trained model")
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

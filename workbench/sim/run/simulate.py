@@ -87,7 +87,7 @@ def simulate(
     )
     followed = _make_replay(replay, experiment)
     if followed is not None and can_crash(experiment, list(changes)):
-        raise KnobError("replay: follows ranks none of whom is lost, and a fault crashes one; take the Crash away")
+        raise KnobError("replay: a fault crashes a rank, and a replay cannot lose ranks; remove the Crash")
     with _catch_exit():
         return _run_simulation(experiment, experiment.task.build(), costs, first, None, changes, real, followed, resume,
                     checkpoints)  # fmt: skip
@@ -156,8 +156,8 @@ def _run_simulation(
             if real or "meta" not in text_of(error):
                 raise
             raise StrategyError(
-                f"sizes only: {experiment.strategy} or {experiment.compressor} looks at the values of a tensor, which "
-                f"only real ones have; simulate with real=True"
+                f"sizes only: {experiment.strategy} or {experiment.compressor} reads the values of a tensor; simulate "
+                f"with real=True"
             ) from error
         finally:
             if files is not None:
@@ -171,11 +171,7 @@ def _run_simulation(
 
 def _count_simulated_ranks(experiment: Experiment, costs: Costs | None, more: bool) -> int:
     """Returns how many ranks stand for all. Raises KnobError."""
-    reason = (
-        "alike: it is for sizes only, without changes and without a replay"
-        if more
-        else explain_unlike(experiment, costs)
-    )
+    reason = "alike: it needs sizes only, no changes and no replay" if more else explain_unlike(experiment, costs)
     if reason:
         raise KnobError(reason)
     return experiment.partition.size
@@ -214,8 +210,8 @@ def _make_rank_tensors(experiment: Experiment, learner: Learner) -> Iterator[Any
     free = psutil.virtual_memory().available
     if nbytes * experiment.ranks > free:
         raise KnobError(
-            f"ranks={experiment.ranks}: with real tensors each takes about {nbytes / 1e6:.0f} MB and "
-            f"{free / 1e6:.0f} MB are free, so {free // nbytes} ranks would fit; take those, or real=False"
+            f"ranks={experiment.ranks}: with real tensors each rank takes about {nbytes / 1e6:.0f} MB and "
+            f"{free / 1e6:.0f} MB are free; take at most {free // nbytes} ranks, or real=False"
         )
     bodies = [RankTensors(experiment, learner, r) for r in range(experiment.ranks)]
     for other in bodies[1:]:
@@ -232,7 +228,7 @@ def _catch_exit() -> Iterator[None]:
         where = ", ".join(getattr(error, "__notes__", ["before the first step"]))
         raise RuntimeError(
             f"SystemExit({code}) was raised {where}: a strategy, compressor, optimizer or task must not end the "
-            f"process; let it raise an error that says what is wrong"
+            f"process; raise an error with the reason instead"
         ) from error
 
 

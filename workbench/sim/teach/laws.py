@@ -148,14 +148,14 @@ def _are_equal(found: list[Tensor]) -> bool:
 def trains_and_is_left(cls: type[Strategy]) -> str | None:
     """The strategy trains. After a switch to DDP, ranks have the same parameters. Each entry in `own` has a rule."""
     done, found = trained(make_fitting(cls, RANKS), changes=[Change(STEPS - 1, "strategy", "DDP")])
-    _require_kept([change.path for change in done.changes] == ["strategy"], "it was not left")
+    _require_kept([change.path for change in done.changes] == ["strategy"], "the switch to DDP was not made")
     samples = done.timeline.samples.rows()
     losses = samples[samples.equal("name", "loss")].value
-    _require_kept(len(losses) > 0 and all(map(math.isfinite, losses)), "a loss is no number")
-    _require_kept(_are_equal(found), "ranks differ after it was left")
+    _require_kept(len(losses) > 0 and all(map(math.isfinite, losses)), "a loss is not finite")
+    _require_kept(_are_equal(found), "ranks differ after the switch to DDP")
     rules = {name: rule for _, _, detail in done.details("own") for name, rule in detail["rules"].items()}
     loose = sorted(name for name, rule in rules.items() if rule == UNDECLARED)
-    _require_kept(not loose, f"`own` does not say what becomes of {', '.join(loose)}")
+    _require_kept(not loose, f"`own` has no rule for {', '.join(loose)}")
     return None
 
 
@@ -172,16 +172,16 @@ def asks_alike(cls: type[Strategy]) -> str | None:
         own = own[np.argsort(own.t0, kind="stable")]
         names = [str(name).split(" to ")[0] for name in own.name]
         asked.append(list(zip(own.step.tolist(), names, own.nbytes.tolist(), strict=True)))
-    _require_kept(asked[0] == asked[1] == asked[2], "ranks ask for different things")
+    _require_kept(asked[0] == asked[1] == asked[2], "ranks request different collectives")
     return None
 
 
 def never_apart(cls: type[Strategy]) -> str | None:
     """Unless the strategy is `periodic`, all ranks have the same parameters after every step."""
     if cls.periodic or not cls.lockstep:
-        return "it says that ranks may differ between rounds" if cls.periodic else "it is not in lockstep"
+        return "periodic = True: ranks may differ between rounds" if cls.periodic else "it is not in lockstep"
     for steps in (1, 2, 5):
-        said = f"ranks differ after step {steps}; if that is meant, periodic = True says it"
+        said = f"ranks differ after step {steps}; if that is intended, set periodic = True"
         _require_kept(_are_equal(trained(make_fitting(cls, RANKS), steps=steps)[1]), said)
     return None
 
@@ -189,19 +189,19 @@ def never_apart(cls: type[Strategy]) -> str | None:
 def one_process(cls: type[Strategy]) -> str | None:
     """A step of an `exact` strategy equals one process's step on the examples of all ranks."""
     if not cls.exact:
-        return "it does not say so: exact = True would"
+        return "it does not set exact = True"
     for one in trained(make_fitting(cls, RANKS))[1]:
-        _require_kept(torch.allclose(one, train_joined(RANKS, STEPS), rtol=1e-5, atol=1e-6), "it is another step")
+        _require_kept(torch.allclose(one, train_joined(RANKS, STEPS), rtol=1e-5, atol=1e-6), "its step is different")
     return None
 
 
 def plain_alone(cls: type[Strategy]) -> str | None:
     """With a `plain` strategy (the default), one rank makes only the optimizer's steps."""
     if not cls.plain:
-        return "it says that its step is its own: plain = False"
+        return "plain = False: its step may differ"
     (found,) = trained(make_fitting(cls, 1), ranks=1)[1]
     _require_kept(torch.allclose(found, train_joined(1, STEPS), rtol=1e-6, atol=1e-7),
-             "one rank does not as the optimizer would; if that is meant, plain = False says it")  # fmt: skip
+             "one rank steps unlike the optimizer; if that is intended, set plain = False")  # fmt: skip
     return None
 
 
@@ -217,16 +217,16 @@ def compresses_or_says_why_not(cls: type[Strategy], compressor: Any = None) -> s
     try:
         done, _ = trained(make_fitting(cls, 2), ranks=2, steps=4, compressor=compressor or TopK.usual())
     except KnobError as refusal:
-        _require_kept("use " in str(refusal), f"its refusal does not say what would do: {refusal}")
-        return "it refuses, and says what would do"
+        _require_kept("use " in str(refusal), f"its refusal suggests no remedy: {refusal}")
+        return "it refuses, and suggests a remedy"
     samples = done.timeline.samples.rows()
-    _require_kept(all(map(math.isfinite, samples[samples.equal("name", "loss")].value)), "a loss is no number")
+    _require_kept(all(map(math.isfinite, samples[samples.equal("name", "loss")].value)), "a loss is not finite")
     return None
 
 
 LAWS: dict[str, Callable[[type[Strategy]], str | None]] = {
     "it trains, is left, and all ranks agree": trains_and_is_left,
-    "all ranks ask for the same, of sizes alone, too": asks_alike,
+    "all ranks request the same collectives, also with sizes only": asks_alike,
     "ranks are equal after every step": never_apart,
     "its step is what one process would make of all examples": one_process,
     "on one rank it is the optimizer": plain_alone,

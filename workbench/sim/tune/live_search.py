@@ -66,7 +66,7 @@ class Tuning:
                 raise KnobError(f"{name}={short(share)}: must be a number between 0 and 1")
         if not hasattr(on, "experiment"):
             name = type(on).__name__
-            raise KnobError(f"tune: takes an Experiment to simulate or a Lab whose run is live, not {name}")
+            raise KnobError(f"tune: takes an Experiment to simulate or a Lab with a live run, not {name}")
         if not on.live:
             raise KnobError("tune: no run is live on this lab; start one with lab.run(), or give an Experiment to "
                             "simulate")  # fmt: skip
@@ -117,7 +117,7 @@ class Tuning:
     def use(self, number: int) -> None:
         """Applies the settings of trial `number` (from 1) and ends the search. Raises KnobError if there is none."""
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= len(self.trials):
-            raise KnobError(f"number={short(number)}: must be a trial's, from 1 to {len(self.trials)}")
+            raise KnobError(f"number={short(number)}: must be a trial's number, from 1 to {len(self.trials)}")
         self._used = self.trials[number - 1]
         if self._over.is_set():
             self._ranks.apply_settings(self._used.settings)
@@ -145,7 +145,7 @@ class Tuning:
         """The result so far. Raises KnobError if no trial is usable."""
         if (best := self.best) is None:
             said = self.trials[-1].verdict if self.trials else "none has ended"
-            raise KnobError(f"tune: none of {len(self.trials)} trials may be used, the last: {said}")
+            raise KnobError(f"tune: none of {len(self.trials)} trials is usable; the last: {said}")
         return Tuned(best, tuple(self.trials), self.left_out)
 
     def __repr__(self) -> str:
@@ -190,7 +190,7 @@ class Tuning:
         """Tries the earlier settings, then orders candidates. Excludes settings that broke a trial."""
         broke = [trial.settings for trial in self.trials if trial.seconds is None]
         self._try_settings(self._former, None)
-        self.said = "the simulator is asked what to try next"
+        self.said = "asking the simulator for the next settings"
         order = self._order_candidates()
         out = order.left_out if order else ()
         self.left_out = tuple(trial for trial in out if trial.settings != self._former)  # already tried

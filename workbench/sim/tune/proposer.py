@@ -51,7 +51,7 @@ def predict_order(
         try:
             told = apply_settings(e, settings)
         except KnobError as error:
-            out.append(Trial(settings=settings, verdict=f"cannot be: {error}"))
+            out.append(Trial(settings=settings, verdict=f"invalid: {error}"))
             continue
         try:
             found.append((settings, quick.predict_step(told).seconds / told.strategy.batches(1)))
@@ -61,7 +61,7 @@ def predict_order(
     best = found[0][1] if found else math.inf
     for settings, seconds in found:
         if seconds > slower * best:
-            said = f"not tried: the simulator says {seconds / best:.2g} times {format_seconds(best)}, the best it finds"
+            said = f"not tried: the simulator predicts {seconds / best:.2g} times its best, {format_seconds(best)}"
             out.append(Trial(settings=settings, predicted=seconds, verdict=said))
     kept = [one for one in found if one[1] <= slower * best]
     return PredictedOrder(kept + [(settings, math.nan) for settings in silent], tuple(out))
@@ -201,7 +201,7 @@ def _import_optuna() -> Any:
     try:
         import optuna
     except ImportError:
-        raise KnobError("tune: Optuna is not here; pip install 'training-workbench[tune]'") from None
+        raise KnobError("tune: Optuna is not installed; pip install 'training-workbench[tune]'") from None
     return optuna
 
 

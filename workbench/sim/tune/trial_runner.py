@@ -192,7 +192,7 @@ class TrialRunner:
         half = (trial.high - trial.low) / 2
         narrow = half <= a.precision * (trial.seconds or 0.0)
         if loss is not None and loss.low > a.worse:
-            return f"loss worse: {loss.mid:+.1%} of where its trend leads"
+            return f"loss worse: {loss.mid:+.1%} against its trend"
         if best is not None and trial.low > best.high:
             return f"slower: {(trial.seconds or 0.0) / (best.seconds or 1.0):.2f} times the best"
         if not (narrow or last):
@@ -204,11 +204,11 @@ class TrialRunner:
         faster = 1 - (trial.seconds or 0.0) / (best.seconds or 1.0)
         if trial.high < best.low:
             return f"faster by {faster:.0%} of the best before"
-        return f"not told from the best before ({-faster:+.1%} of its step)"
+        return f"no clear difference from the best before ({-faster:+.1%} of its step)"
 
     def _explain_uncertain(self, loss: Interval) -> str:
         a = self.asked
-        return (f"loss not told within {a.most} steps: it may be up to {loss.high:+.1%} above its trend, which has "
+        return (f"loss unclear after {a.most} steps: it may be up to {loss.high:+.1%} above its trend, which has "
                 f"{self._before} steps, and worse={a.worse:g} allows {a.worse:.1%}; let the run train longer before "
                 f"you tune, or give more steps (most=), or a larger worse=")  # fmt: skip
 
@@ -234,8 +234,8 @@ class TrialRunner:
         new = self._require_run().details("members")[self._come_and_gone :]
         if new:
             gone = sorted({rank for _, _, detail in new for rank in detail.get("gone", ())})
-            who = f"rank {', '.join(map(str, gone))} was lost" if gone else "ranks came or went"
-            raise TrialBroken(f"{who} while it was tried")
+            who = f"rank {', '.join(map(str, gone))} was lost" if gone else "ranks joined or left"
+            raise TrialBroken(f"{who} during the trial")
 
     def take_user_changes(self) -> int | None:
         """Returns the step at which a user set a knob, or None. Raises Overruled for a tuned knob."""

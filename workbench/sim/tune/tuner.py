@@ -57,7 +57,7 @@ def tune(
         return Tuning(on, paths, within=within, trials=trials, steps=steps, settle=settle, seed=seed, costs=costs,
                       **live).start().wait()  # fmt: skip
     if live:
-        raise KnobError(f"{', '.join(live)}: only ranks that train are asked so; give a Lab")
+        raise KnobError(f"{', '.join(live)}: these arguments are for ranks that train; give a Lab")
     require_arguments((("steps", steps, 1), ("settle", settle, 0)), trials, seed, within)
     dims = space_of(on, paths, within or {})
     number = count_trials(trials, dims)
@@ -86,6 +86,6 @@ def _simulate_trial(e: Experiment, settings: Settings, steps: int, settle: int, 
     except KnobError as error:
         return Trial(settings=settings, verdict=f"refused: {error}")
     if not times:
-        raise RunError(f"tune: rank 0 made no step of its own from step {settle} on; let more than steps={steps} count")
+        raise RunError(f"tune: rank 0 made no step of its own from step {settle} on; take more than steps={steps}")
     mean = statistics.fmean(times) / told.strategy.batches(1)
     return Trial(settings=settings, seconds=mean, low=mean, high=mean, ranks=told.ranks, steps=settle + count, fit=True)
