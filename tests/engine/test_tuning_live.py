@@ -49,7 +49,7 @@ def test_ranks_go_on_with_the_best_trial(lab: Lab) -> None:
 def test_a_search_ends_on_a_change_by_hand_or_on_request(lab: Lab) -> None:
     run = lab.run(SLOW)
     search = lab.tune({"partition_mb": [0.002, 0.01, 0.1]}, steps=400, most=400)
-    with pytest.raises(KnobError, match=r"a search goes on; lab\.tuning\.stop\(\) ends it"):
+    with pytest.raises(KnobError, match=r"a search is under way; end it with lab\.tuning\.stop\(\)"):
         lab.tune()
     assert until(lambda: bool(search.trials), 120), search
     lab.set("partition_mb", 0.05).wait(60)

@@ -237,5 +237,5 @@ def test_a_checkpoint_resumes_at_the_same_position_on_other_numbers_of_ranks(tmp
 @pytest.mark.parametrize("used", [-1, 10**6 * 7 + 1, 2**62])
 def test_an_impossible_number_of_used_examples_is_refused(used: int) -> None:
     """A forged checkpoint may contain such a number."""
-    with pytest.raises(ValueError, match=f"used={used}: of 7 examples between 0 and 1,000,000 times as many"):
+    with pytest.raises(ValueError, match=f"used={used}: must be from 0 to 1,000,000 epochs of 7 examples"):
         next(shuffled(7, 0, 1, 1, 0, used))

@@ -111,13 +111,13 @@ class Experiment:
         if good.strategy.tables and not good.task.looks_up:
             raise KnobError(
                 f"task={type(good.task).__name__}: does not declare which rows of embedding tables a batch reads, "
-                f"but {type(good.strategy).__name__} needs this. Take ClickThrough, give your own Task `lookups` or "
+                f"and {type(good.strategy).__name__} needs this; take ClickThrough, give your own Task `lookups`, or "
                 f"use ShadowEASGD"
             )
         if good.clip and not good.strategy.clips:
             raise KnobError(
                 f"clip={good.clip:g}: under {type(good.strategy).__name__} an update does not see all gradients, so "
-                f"their norm is not known. Use clip=0 with it, or DDP or LocalSGD"
+                f"their norm is not known; use clip=0 with it, or DDP or LocalSGD"
             )
         if reason := good.optimizer.refuses():
             raise KnobError(reason)

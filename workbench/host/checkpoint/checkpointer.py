@@ -1,7 +1,7 @@
 """Makes checkpoints every `save_every` steps, and on request.
 
-The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it. Each rank copies its
-state with nothing in flight. A CheckpointWriter writes the copy while training goes on.
+The next checkpoint is a planned change. All ranks reach it before the same step, or meet for it. They copy their state
+with nothing in flight. A CheckpointWriter writes the copies while training goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CheckpointEvent(PlannedEvent):
 
 @dataclass(frozen=True)
 class GatherEvent(CheckpointEvent):
-    """Gathers the state, to resume on another number of ranks. gather: called with each rank's loop"""
+    """Gathers the state for another number of ranks. gather: called with each rank's loop"""
 
     gather: Callable[[Any], Awaitable[None]]
 
@@ -47,7 +47,7 @@ class Checkpointer:
     """One rank's part in making checkpoints and in resuming.
 
     keeper: None without a directory for checkpoints
-    saved:  the image that the rank resumes from, until it has resumed
+    saved:  the image to resume from, until then
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Checkpointer:
         self.run, self.keeper, self.saved = run, keeper, saved
         self._every = 0  # the last `save_every`
         self._next: CheckpointEvent | None = None
-        self._last, self._stays = -1, False  # the last one's step; whether it was requested
+        self._last, self._stays = -1, False  # the last step; whether requested
 
     # -- resuming --
 

@@ -16,7 +16,7 @@ from workbench.rank import Op
 from workbench.settings import KnobError
 
 MAX_RETURNS = 3  # to one checkpoint
-MAX_CHECKPOINTS = 4  # newest ones to try
+MAX_CHECKPOINTS = 4  # to try, newest first
 FIXED_SETTINGS = (
     "strategy",
     "partition",
@@ -42,7 +42,7 @@ class DivergenceRecovery:
 
     def __init__(self, run: CheckpointView, kept: StoreView) -> None:
         self.run, self.kept = run, kept
-        self._since = -1  # the step before which it last went back
+        self._since = -1  # where it last went back
         self._to, self._times = -1, 0  # the last checkpoint; returns to it
 
     async def restore_checkpoint(self, met: int) -> bool:
@@ -50,7 +50,7 @@ class DivergenceRecovery:
         run = self.run
         if met < self._since:
             return True
-        await Op("do", run.checkpointer.end)  # it may be writing one
+        await Op("do", run.checkpointer.end)
         listed = json.loads(
             await run.broadcast_text(json.dumps(self.kept.list_steps()[:MAX_CHECKPOINTS]) if run.rank.id == 0 else "")
         )

@@ -1,4 +1,4 @@
-"""A checkpoint of the model alone, for a user's own training loop. No run resumes from it.
+"""A checkpoint of the model alone, for a user's own loop. No run resumes from it.
 
 Drifted replicas become their mean.
 """

@@ -1,6 +1,6 @@
 """Writes the images of all ranks into files, each tensor once.
 
-Ranks exchange the hashes of their pieces, and each computes which rank writes which piece. Rank 0 writes the manifest.
+Ranks exchange their pieces' hashes, and each computes which rank writes which piece. Rank 0 writes the manifest.
 The bytes are those of torch.save and torch.distributed.checkpoint. With the manifest's offsets, a reader needs neither
 zip nor pickle.
 """

@@ -47,7 +47,7 @@ class RankImage:
     """One rank's image.
 
     step:    the rank's next step
-    entries: everything but tensors, with a number in place of each tensor
+    entries: all other state, with a number for each tensor
     """
 
     step: int
@@ -133,7 +133,7 @@ def _count_elements(shape: tuple[int, ...]) -> int:
 
 
 def list_untrained(run: RankView) -> Iterator[tuple[str, Tensor]]:
-    """Yields buffers, and frozen parameters that are in no bucket."""
+    """Yields buffers, and frozen parameters outside buckets."""
     yield from run.model.named_buffers()
     here = {id(place.param) for place in run.layout.order}
     for name, p in run.model.named_parameters():

@@ -38,11 +38,11 @@ OUTER_MOMENTUM, OWED_RESIDUALS = "outer", "owed"  # residuals by heir
 class RestoredState:
     """A rank's image, read back.
 
-    whole:  whether it has the whole model, gathered from another number of ranks
+    whole:  whether it has the whole model, from another number of ranks
     made:   the earlier changes, as JSON
-    reads:  the order in which a step reads parameters, as JSON; None if they were whole, or from older versions
+    reads:  a step's order of reading parameters, as JSON; None if they were whole, or from older versions
     tensor: returns the tensor of a number, flat if it is in several pieces
-    damage: the error that `tensor` raises for a damaged file
+    damage: `tensor`'s error for a damaged file
     """
 
     def __init__(self, path: str, kind: str, said: Mapping[str, Any], made: list[dict[str, Any]],
@@ -85,8 +85,8 @@ class RestoredState:
     def begin_restore(self, run: CheckpointView) -> None:
         """Restores the step, and a whole image's state, before the strategy starts.
 
-        Shards are cut by the order in which a step reads parameters. The checkpoint has it, because some losses cannot
-        be traced before the first step.
+        Shards follow a step's order of reading parameters. The checkpoint has it, because some losses cannot be traced
+        before the first step.
         """
         with self.refuse_misfits():
             run.rank.step = int(self.entries["step"])

@@ -1,7 +1,7 @@
 """Converts the state of strategies, compressors, optimizers and policies to JSON and tensors, and back.
 
-An object becomes its class name and attributes. The ValueDecoder makes only classes of workbench's families, or of the
-modules of the run's own members. It runs only `object.__new__`, never their code.
+An object becomes its class name and attributes. The ValueDecoder makes only classes of workbench's families or of the
+run's own members' modules. It runs only `object.__new__`, never their code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Keep = Callable[[Tensor], int]
 
 
 class UnsavableValue(TypeError):
-    """Raised for a value that cannot be written; names its place."""
+    """Raised with the place of a value that cannot be written."""
 
 
 def encode_value(x: Any, keep: Keep, where: str) -> Any:

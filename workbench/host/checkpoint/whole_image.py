@@ -1,4 +1,4 @@
-"""Makes one image of the whole run, to resume it on another number of ranks.
+"""Makes one image of the whole run, for another number of ranks.
 
 All ranks leave their strategy and gather the whole model into the first rank's image. Heirs inherit compression
 residuals by their owner's rule (see "The hand-over" in workbench/DESIGN.md).

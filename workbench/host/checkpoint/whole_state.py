@@ -1,4 +1,4 @@
-"""Reads a whole model from a checkpoint of ranks that each held a part, after the loss of a rank.
+"""Reads a whole model, after a loss, from a checkpoint of ranks with parts.
 
 Each remaining rank reads everything. Drifted replicas become their mean. Heirs inherit compression residuals by their
 owner's rule. An outer momentum and another optimizer's state are reset.

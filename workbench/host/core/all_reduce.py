@@ -14,7 +14,7 @@ from workbench.rank import Op, Rank
 def choose_algorithm(fabric: Fabric, size: int, op: Op) -> Algorithm | None:
     """Returns the Fabric's algorithm for `op` in a run of `size` ranks; None if the backend performs it.
 
-    The backend performs measurements, so that no timeline shows them.
+    The backend performs measurements, unseen by timelines.
     """
     if fabric.algorithm.native or op.verb != "all_reduce" or op.measures or not op.args[0].numel():
         return None

@@ -11,7 +11,7 @@ MAX_UNDONE = 16  # made changes that a rank can undo
 
 
 class ChangeQueue:
-    """One rank's changes, in the order in which all ranks make them.
+    """One rank's changes, in all ranks' order.
 
     planned: future changes, by step
     taken:   planned changes to make now

@@ -1,4 +1,4 @@
-"""Drives a coroutine to its end: performs each Op that it awaits, and sends the answer in.
+"""Drives a coroutine: performs each Op that it awaits and sends the answer in.
 
 The simulator drives by fibers instead (workbench/sim/clock/fiber.py), because an answer may take time.
 """

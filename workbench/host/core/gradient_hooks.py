@@ -25,7 +25,7 @@ H = TypeVar("H", Hook, ModuleHook)
 def unscale_grads(params: Iterable[nn.Parameter], share: float | None) -> Iterator[None]:
     """Inside, the model's hooks on these parameters see gradients as if `share` had not scaled the loss.
 
-    share: the factor of the loss in the backward inside; None: 1
+    share: the loss's factor in the backward inside; None: 1
     """
     wrapped_hooks: list[tuple[dict[int, Hook], int, Hook]] = []
     scale = 1.0 if share is None else float(share)

@@ -15,7 +15,7 @@ FIXED_POINT = 2**40  # stands for a factor of 1
 class Rate:
     """Raises the learning rate's factor linearly at a start or a change.
 
-    own:   the optimizer's rate, used if the experiment sets none
+    own:   the optimizer's rate, if the experiment sets none
     begun: the step from which the factor rises
     first: the factor at that step
     """

@@ -30,7 +30,7 @@ NO_REQUESTS: RequestState = [], {}, False, 0
 
 
 def explain_refusal(run: GenerationView, saved: Sequence[int], alive: bool = False) -> str:
-    """Returns why `run`'s rank could not go on without another; "" if it could.
+    """Returns why the rank could not go on without another; or "".
 
     saved: as in RankReport; alive: whether perhaps only a wire is lost
     """
@@ -89,7 +89,7 @@ def make_rank_report(
 
 
 class StateBefore:
-    """A rank's state before it enters a generation, until the generation has formed.
+    """A rank's state before a generation, until that has formed.
 
     A generation changes parameters, buffers, optimizer state, settings and plans. Make this before `hand_down_state`.
     """

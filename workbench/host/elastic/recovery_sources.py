@@ -1,4 +1,4 @@
-"""Finds the parts of a run's state that are left after a loss, with their steps and ranks.
+"""Finds the parts of a run's state that a loss left, with steps and ranks.
 
 If ranks hold pieces, one rank may be a step ahead of another. So each keeps its last boundaries. The remaining ranks go
 back to the newest boundary at which they have every piece. If replicas drift apart, each complete replica goes back to
@@ -97,7 +97,7 @@ def find_sources(
 def _find_replica_sources(
     count: int, at: tuple[int, ...], there: Mapping[int, Mapping[int, int | None]]
 ) -> PieceSources | None:
-    """Returns the complete replicas with the newest mean, else one made of incomplete ones."""
+    """Returns the complete replicas with the newest mean, else one made of parts."""
     sources, steps = [], dict[int, int]()
     for first in range(0, len(at), count):
         ranks = tuple(range(first, first + count))

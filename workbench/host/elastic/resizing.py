@@ -42,7 +42,7 @@ async def gather_state(run: ChangeView, stay: tuple[int, ...]) -> None:
 
 
 async def bequeath_residuals(run: ChangeView, stay: tuple[int, ...]) -> None:
-    """Moves leaving ranks' residuals that are parts of a sum to the ranks that `stay`, in turn."""
+    """Moves leaving ranks' residuals with the rule "sum" to the ranks that `stay`, in turn."""
     rank, memory = run.rank, run.rank.memory
     rules = {buffer: rule for one in inside(run.experiment.compressor) for buffer, rule in one.own.items()}
     for buffer in sorted(name for name, rule in rules.items() if rule == "sum"):

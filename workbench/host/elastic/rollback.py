@@ -5,8 +5,8 @@ an update needs no peer. All other strategies write parameters between or during
 switch leaves invalid values. So they copy parameters, optimizer state and buffers at each boundary. A compressor's
 residual changes while gradients are sent, so every strategy copies it.
 
-Copies are made only if the run goes on after losses. A rank that needs none can always go back, because a person may
-remove a rank that hangs.
+Only runs that go on after losses make copies. A rank that needs none can always go back, because a person may remove
+a rank that hangs.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Rollback:
     is_wanted:    whether the run goes on without a lost or hanging rank
     is_free:      whether going back needs no copies
     open:         whether the rank is in something that cannot be undone
-    kept:         boundaries of this rank if ranks hold parts, the newest last
+    kept:         its boundaries if ranks hold parts, the newest last
     is_void:      whether this rank's state is invalid after it went back
     outer:        its whole outer momentum after it went back, as in `Strategy.hands_on`
-    is_gathering: whether ranks are assembling the whole state for a resize
+    is_gathering: whether ranks assemble the whole state for a resize
     whole_state:  this rank's whole state in a resize from parts; other ranks may lack theirs
     copies:       how many ranks had each piece at the last boundary; 0: unknown
     """

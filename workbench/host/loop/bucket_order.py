@@ -14,7 +14,7 @@ from workbench.settings import KnobError
 
 
 async def split_state(run: BucketOrderView, ahead: bool = False) -> None:
-    """Splits state that is whole on every rank as the partition and the strategy need it.
+    """Splits whole state as the partition and the strategy need it.
 
     ahead: orders the buckets first
     """

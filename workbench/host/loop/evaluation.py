@@ -25,7 +25,7 @@ class EvaluationView(RankView, Protocol):
 async def record_evaluation(run: EvaluationView, together: bool) -> float | None:
     """Evaluates and records the held-out numbers, outside step time. Returns the loss, None if unknown.
 
-    together: of the mean model, for which all ranks meet; else of the parameters that this rank knows
+    together: of the mean model, for which ranks meet; else of the parameters that this rank knows
     """
     await make_late_updates(run)
     began = run.now

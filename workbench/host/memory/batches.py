@@ -192,7 +192,7 @@ class BatchReader:
 
     def restore_positions(self, began: tuple[int, int, int, int], chance: Numbers | None,
               stands: dict[tuple[int, int], ReaderPosition]) -> bool:  # fmt: skip
-        """Takes all clients to these positions by reading again, without the process's random numbers.
+        """Takes all clients to these positions by reading again. Leaves the process's random numbers alone.
 
         Returns False if a last batch differs: then the data yield other batches on a second reading.
         """
@@ -232,7 +232,7 @@ def hash_batch(batch: object) -> int:
 
 
 def make_example(learner: Learner, e: Experiment, device: str) -> Any:
-    """Returns a batch, the same on all ranks, without using training's random numbers.
+    """Returns the same batch on all ranks. Leaves training's random numbers alone.
 
     Training still gets this batch, unless `data` gives each batch only once.
     """

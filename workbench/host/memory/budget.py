@@ -14,7 +14,7 @@ WHEN_STEP, WHEN_BETWEEN, WHEN_EVALUATED = "in a step", "between two steps", "whi
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if a rank's device needs more than `memory_mb`."""
+    """Raised if a device needs more than `memory_mb`."""
 
     lack: MemoryShortage | None = None
 

@@ -1,4 +1,4 @@
-"""A file for the state that a rank keeps on disk, accessed with `pwrite` and `pread`.
+"""A file for a rank's state on disk, accessed with `pwrite` and `pread`.
 
 A mapped file would stay in memory. Here pages leave the system's cache after each access, so reads come from the disk.
 """
@@ -30,7 +30,7 @@ class FileExtent(NamedTuple):
 
 
 class ScratchFile:
-    """One rank's file, created in TMPDIR at the first write. Raises OSError if the disk is full or fails.
+    """One rank's file, made in TMPDIR at the first write. Raises OSError if the disk is full or fails.
 
     It has no name, so it disappears with this object or its process. Threads may access different extents at once.
     """

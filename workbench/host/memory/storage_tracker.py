@@ -25,9 +25,9 @@ _READ = torch.ops.aten._local_scalar_dense.default  # reads a number
 
 
 class StorageTracker(TorchDispatchMode):
-    """Inside, each storage that a torch call on this thread makes counts until it is freed.
+    """Counts each storage that a torch call on this thread makes, until it is freed.
 
-    ranks: how many ranks share one model, if one process computes all stages of a pipeline
+    ranks: how many ranks share one model, if one process computes all stages
     sizes: whether tensors may have no values; a number read out of one is then zero
     at:    the rank that makes the calls; None: every rank makes them and has the result
     aside: whether new storages are ignored

@@ -120,7 +120,7 @@ class NonFiniteGuard:
     # -- skipped steps --
 
     def guard_step(self, step: Coroutine[Op, Any, R]) -> Coroutine[Op, Any, R]:
-        """Returns `step`, which skips bad updates if `on_nan` is "skip"."""
+        """Makes `step` skip bad updates if `on_nan` is "skip"."""
         return self._run_guarded(step) if self.run.experiment.on_nan == "skip" and self._has_values else step
 
     @property

@@ -34,7 +34,7 @@ class TimedUnit(NamedTuple):
 
 
 def measure_unit_times(e: Experiment, learner: Learner, rounds: int) -> tuple[TimedUnit, ...]:
-    """Returns median times over `rounds` passes of one micro-batch, after WARMUP_PASSES, on one thread.
+    """Returns median times over `rounds` passes of one micro-batch on one thread, after WARMUP_PASSES.
 
     Raises KnobError if the task defines no parts, or if an output cannot cross between ranks.
     """

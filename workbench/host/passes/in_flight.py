@@ -1,4 +1,4 @@
-"""Micro-batches that a pipeline stage keeps in flight from batch to batch, unless its schedule flushes every batch."""
+"""Micro-batches in flight from batch to batch on a stage, unless its schedule flushes every batch."""
 
 from __future__ import annotations
 

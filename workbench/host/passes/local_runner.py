@@ -1,7 +1,7 @@
 """Runs several ranks' passes in one process, with meetings between them.
 
-Only one pass's thread runs at a time, until its pass asks for a meeting or ends. Sums are in rank order. So results do
-not depend on thread scheduling.
+One pass's thread runs at a time, until it asks for a meeting or ends. Sums are in rank order. So results do not depend
+on thread scheduling.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Messages between two stages: activations and gradients, or a codec's payloads of them.
 
 An empty tensor precedes a payload. Its shape holds the number of tensors and the decoded shape. If a codec sends only a
-part of an activation, as TopK does, only that part of the gradient crosses. Both stages know the part.
+part of an activation, as TopK does, only this part of the gradient crosses. Both stages know it.
 """
 
 from __future__ import annotations

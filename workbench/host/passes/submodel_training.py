@@ -1,6 +1,6 @@
 """Lets a rank train a sub-model: smaller matrices, with an optimizer of their own.
 
-Uncut parameters are trained in place. A rank that leaves the sub-model puts its values into the whole parameters.
+Uncut parameters are trained in place. On leaving, a rank puts the sub-model's values into the whole parameters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The versions of a stage's weights that its passes read: current weights, or older copies.
+"""The versions of a stage's weights that passes read: current or older copies.
 
 Autograd keeps a reference to a version. It is copied only if a pass will still read it when the weights change. During
 such a pass the parameters' data points into the copy. Other code still writes to the weights' memory.

@@ -1,7 +1,7 @@
 """A hash of state that adds up: equal however tensors are cut, spread over ranks or put into buckets.
 
-Each element's bits count times a number from its name and place. The hash is the sum over all ranks' slices, with
-replicas counted once.
+Each element's bits count times a number from its name and place. The hash is the sum over all slices, with replicas
+counted once.
 """
 
 from __future__ import annotations

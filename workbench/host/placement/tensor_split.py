@@ -69,7 +69,7 @@ class TensorSplit:
 
     @cached_property
     def names(self) -> tuple[frozenset[str], ...]:
-        """By rank, the parameters that it trains: slices, and whole ones that it owns."""
+        """By rank, the parameters that it trains: slices and own whole ones."""
         return tuple(
             frozenset(self.sliced) | {name for name, rank in self.owners.items() if rank == k} for k in range(self.ways)
         )

@@ -1,4 +1,4 @@
-"""Parameters that are not on this rank: each fetches itself before it is read, so no layer needs to know.
+"""Parameters that are not on this rank. Each fetches itself before it is read, so no layer needs to know.
 
 An absent parameter has another class, whose `__torch_function__` runs before any torch function reads it, as with
 torch's `UninitializedParameter`. A present parameter costs nothing.

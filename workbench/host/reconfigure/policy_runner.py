@@ -1,8 +1,8 @@
 """Asks a policy and makes its decisions.
 
 A *look* is the boundary at which rank 0 asks the policy. All ranks reach it before the same step, or meet for it. They
-report the numbers noted since the last look, and make the decisions as ordinary changes. Only rank 0 runs the policy,
-so a policy may be any code.
+report the numbers since the last look and make the decisions as ordinary changes. Only rank 0 runs the policy, so it
+may be any code.
 """
 
 from __future__ import annotations

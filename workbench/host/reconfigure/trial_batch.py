@@ -108,8 +108,8 @@ def _compare_means(whole: float, means: list[float]) -> None:
     mean = sum(means) / len(means)
     if math.isfinite(whole) and not abs(mean - whole) <= MEAN_TOLERANCE * abs(whole) + 1e-6:
         raise KnobError(
-            f"partition=Pipeline: the loss of a batch is {whole:.6g}, and its micro-batches have the mean {mean:.6g}. "
-            f"A pipeline sums means: return a mean over examples from loss(model, batch) "
+            f"partition=Pipeline: the loss of a batch is {whole:.6g}, but the mean over its micro-batches is "
+            f"{mean:.6g}. A pipeline sums means: return a mean over examples from loss(model, batch) "
             f"(reduction='mean'), or take micros=1"
         )
 

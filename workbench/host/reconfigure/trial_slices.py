@@ -1,7 +1,7 @@
 """Tries one batch before a model is sliced: all slices must learn what the whole model does.
 
-Double precision keeps rounding from hiding errors, if the model can compute in it. The trial runs on the CPU, because
-there a pass can wait for another in the middle of autograd.
+Double precision, if the model can compute in it, keeps rounding from hiding errors. The trial runs on the CPU: there a
+pass can wait for another in the middle of autograd.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _compare_gradients(
     if odd:
         raise KnobError(
             f"partition=Tensor: {ways} the loss is {odd[0]:.6g}, and that of the whole model is {loss:.6g}, although "
-            f"gradients agree. The loss reads parameters, and a rank has only slices of them. Use only the model's "
+            f"gradients agree: the loss reads parameters, and a rank has only slices of them. Use only the model's "
             f"output in the loss, and take weight decay from the optimizer"
         )
 

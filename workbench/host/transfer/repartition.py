@@ -1,7 +1,7 @@
 """Moves a model between partitions (stages, slices, whole, shards) between 2 steps.
 
-Parameters, buffers and optimizer state move bit-identically. Shards move straight to their new ranks: no rank gathers
-the whole model. A parameter of another stage is absent (workbench.host.placement.unmaterialized).
+Parameters, buffers and optimizer state move bit-identically. Shards move straight to new ranks: none gathers the whole
+model. A parameter of another stage is absent (workbench.host.placement.unmaterialized).
 """
 
 from __future__ import annotations

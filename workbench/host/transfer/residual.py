@@ -32,7 +32,7 @@ async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment
     happen at once if layers had either. If a third compressor without error feedback is set in between, the remaining
     steps go on.
 
-    foreign: drops the residual, because it does not fit the next exchanges
+    foreign: drops the residual, which does not fit the next exchanges
     """
     left, present = _find_feedback(was.compressor), run.rank.compressor
     if was.partition != wanted.partition:  # made for the old partition
