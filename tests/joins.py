@@ -13,7 +13,8 @@ each mean of `WINDOW` losses after the fault lies near the range of the referenc
 error, and no survivor held the full state.
 
 The range of ten runs is narrow: `--alarms` shows how many undisturbed runs leave it. So a mean may lie outside by
-`MARGIN` times the width of the range. Survivors that are fewer see fewer examples in each step, and their losses are
+`MARGIN` times the width of the range. The margin costs power: `--alarms` also shows how many harmed runs the check
+finds (`HARMS`). Survivors that are fewer see fewer examples in each step, and their losses are
 higher. So a round whose means lie outside plays a twin: the same seed, and the same number of ranks from the same
 steps, but by request and without the fault. If the twin's means lie outside on the same side, the fault is not the
 cause, and the round passes.
@@ -54,12 +55,16 @@ import workbench
 from tests.harm import shut
 from tests.spinning import spinning
 from tests.waiting import until
-from workbench import Digits, Experiment, Lab, Pipeline, Run, Tensor, Whole, simulate
+from workbench import Change, Digits, Experiment, Lab, Pipeline, Run, Tensor, Whole, simulate
 from workbench.lab import RankError
 
 STEPS, JOIN, WINDOW, NEAR = 120, 40, 12, 40
 REFERENCES = 10
 DRAWS = 10  # references with which each simulation is compared
+HARMS = {
+    "training stops at step 50": 0.0,
+    "the rate is 30 times too large from step 50 on": 30.0,
+}  # factors of the rate
 MARGIN = 0.25  # times the width of the reference's range
 LIMIT = 120.0  # seconds for a run of about ten: a hang, not a busy machine, takes longer
 STOPPED = 1.5  # seconds for which a stopped process stands still
@@ -499,29 +504,39 @@ def play_twin(plan: Plan, seed: int, sizes: list[tuple[int, int]]) -> list[tuple
         return [window for window in list_windows(run) if window[0] >= JOIN]
 
 
-def simulate_windows(strategy: str, seed: int) -> list[tuple[int, float]]:
-    """The windows of an undisturbed simulation with four ranks."""
+def simulate_windows(strategy: str, seed: int, factor: float = 1.0) -> list[tuple[int, float]]:
+    """The windows of a simulation with four ranks. factor: of the learning rate, from step 50 on"""
     torch.set_num_threads(1)
     e = make_experiment(strategy, Whole(), seed, "replace")
-    return list(list_windows(simulate(e, real=True)))
+    changes = [] if factor == 1.0 else [Change(50, "lr", e.lr * factor)]
+    return list(list_windows(simulate(e, real=True, changes=changes)))
 
 
 def count_alarms(strategy: str, runs: int) -> dict[str, Any]:
-    """How many undisturbed simulations leave the range of `REFERENCES` others, alone and with the margin.
+    """How many simulations leave the range of `REFERENCES` undisturbed ones, alone and with the margin.
 
-    No rank joins or dies, so each alarm is chance. Each run is compared with `DRAWS` draws of others.
+    No rank joins or dies, so each alarm for an undisturbed simulation is chance. Each run is compared with `DRAWS`
+    draws of other seeds. "harms": the same counts for a fifth of the seeds, harmed in the ways of `HARMS`
     """
     with ProcessPoolExecutor() as pool:
         each = list(pool.map(simulate_windows, [strategy] * runs, range(runs)))
+        harmed = {harm: list(pool.map(simulate_windows, [strategy] * (runs // 5), range(runs // 5), [factor] * runs))
+                  for harm, factor in HARMS.items()}  # fmt: skip
+    harms = {harm: count_outside(runs_harmed, each) for harm, runs_harmed in harmed.items()}
+    return {**count_outside(each, each), "harms": harms}
+
+
+def count_outside(each: list[list[tuple[int, float]]], undisturbed: list[list[tuple[int, float]]]) -> dict[str, int]:
+    """How many runs leave the range of `REFERENCES` undisturbed runs of other seeds. Run k has the k-th seed."""
     rng, alarms = random.Random(0), Counter[float]()
     for k, windows in enumerate(each):
         late = [window for window in windows if window[0] >= JOIN]
         for _ in range(DRAWS):
             reference: dict[str, list[float]] = {}
-            for other in rng.sample([i for i in range(runs) if i != k], REFERENCES):
-                widen(reference, each[other])
+            for other in rng.sample([i for i in range(len(undisturbed)) if i != k], REFERENCES):
+                widen(reference, undisturbed[other])
             alarms.update(share for share in (0.0, MARGIN) if any(find_outliers(reference, late, share)))
-    return {"compared": runs * DRAWS, "left the range": alarms[0.0], "left the margin": alarms[MARGIN]}
+    return {"compared": len(each) * DRAWS, "left the range": alarms[0.0], "left the margin": alarms[MARGIN]}
 
 
 def round_numbers(value: Any) -> Any:

@@ -91,15 +91,18 @@ def describe_controls(controls: dict[str, Any]) -> list[str]:
 
 
 def describe_alarms(alarms: dict[str, Any]) -> list[str]:
-    """Returns how many undisturbed simulations leave the range of others, with the margin and without."""
+    """Returns how many simulations leave the range of undisturbed ones, with the margin and without."""
     if not alarms:
         return []
-    rows = [f"| {name} | {one['compared']} | {one['left the range']} | {one['left the margin']} |"
-            for name, one in alarms.items()]  # fmt: skip
-    return ["", "Simulations of four ranks, without joins and faults, show what the check says by chance "
-                "(`python -m tests.joins --alarms SlowMo`):", "",
-            "| strategy | comparisons | left the range | left it by more than the margin |",
-            "| --- | --- | --- | --- |", *rows]  # fmt: skip
+    kinds = [(name, kind, one) for name, every in alarms.items()
+             for kind, one in {"undisturbed": every, **every.get("harms", {})}.items()]  # fmt: skip
+    rows = [f"| {name} | {kind} | {one['compared']} | {one['left the range']} | {one['left the margin']} |"
+            for name, kind, one in kinds]  # fmt: skip
+    return ["", "Simulations of 4 ranks, without joins and faults, show how often the check gives an alarm. For an "
+                "undisturbed run an alarm is chance. For a harmed run it is right (`python -m tests.joins --alarms "
+                "SlowMo`):", "",
+            "| strategy | simulation | comparisons | left the range | left it by more than the margin |",
+            "| --- | --- | --- | --- | --- |", *rows]  # fmt: skip
 
 
 def list_wrong(rounds: list[dict[str, Any]]) -> list[str]:

@@ -71,7 +71,7 @@ def test_the_page_counts_joins_with_faults_by_fault_and_setting() -> None:
     assert "| an old rank killed | 2 | 1 | 1 | 0 |" in text and "| DDP | 3 | 1 | 1 | 1 |" in text
     assert "- seed 3 at abc, DDP, resize, killed rank 0: mean loss 2.302. Not mended yet." in text
     alarms = {"DDP": {"compared": 600, "left the range": 60, "left the margin": 0}}
-    assert "| DDP | 600 | 60 | 0 |" in joins_page.describe({"each": rounds, "alarms": alarms})
+    assert "| DDP | undisturbed | 600 | 60 | 0 |" in joins_page.describe({"each": rounds, "alarms": alarms})
     assert "4 undisturbed runs with further seeds went through the same check of losses; 1 gave an alarm." in text
 
 
