@@ -271,7 +271,7 @@ def test_notebooks_are_stripped(path: Path) -> None:
 
 # sub-packages of the packages that are too large for one folder
 
-DIVIDED = [*(f"workbench.{name}" for name in ("host", "engine", "sim", "cluster", "analysis")), "widgets"]
+DIVIDED = [*(f"workbench.{name}" for name in ("host", "engine", "sim", "cluster", "analysis", "strategies")), "widgets"]
 SUBPACKAGES = sorted(
     f"{room}.{folder.name}"
     for room in DIVIDED
@@ -340,7 +340,7 @@ def test_subpackages_of_a_room_import_in_one_direction(room: str) -> None:
     assert circle({package.rpartition(".")[2]: arrows_within(package) for package in own}) == []
 
 
-HOMES = [ROOT / "workbench" / name for name in ("analysis", "cluster", "engine", "host", "sim")] + [ROOT / "widgets"]
+HOMES = [folder(package) for package in DIVIDED]
 READMES = [page for home in HOMES for page in sorted(home.rglob("README.md"))]
 
 

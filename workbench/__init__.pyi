@@ -124,13 +124,13 @@ from workbench.strategies.hierarchical_local_sgd import HierarchicalLocalSGD as 
 from workbench.strategies.hogwild import Hogwild as Hogwild
 from workbench.strategies.hpz import HpZ as HpZ
 from workbench.strategies.hsdp import HSDP as HSDP
-from workbench.strategies.kfac import KFAC as KFAC
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.low_precision_decentralized import LowPrecisionDecentralized as LowPrecisionDecentralized
-from workbench.strategies.newton import Newton as Newton
 from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
 from workbench.strategies.post_local_sgd import PostLocalSGD as PostLocalSGD
 from workbench.strategies.q_adam import QAdam as QAdam
+from workbench.strategies.second_order.kfac import KFAC as KFAC
+from workbench.strategies.second_order.newton import Newton as Newton
 from workbench.strategies.selsync import SelSync as SelSync
 from workbench.strategies.shadow_bmuf import ShadowBMUF as ShadowBMUF
 from workbench.strategies.shadow_easgd import ShadowEASGD as ShadowEASGD

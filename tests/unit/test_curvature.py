@@ -14,9 +14,11 @@ from torch import nn
 from tests.ranks import batch, experiment, net, run, toy
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.observe import curvature
-from workbench.rank import Factors, Rank, StrategyError
+from workbench.rank import Rank, StrategyError
 from workbench.strategies import Strategy
+from workbench.strategies.second_order import curvature
+from workbench.strategies.second_order.factors import Factors
+from workbench.strategies.second_order.verbs import collect, curve, factors, value
 from workbench.tasks import ByteGPT
 
 pytestmark = pytest.mark.ranks
@@ -28,11 +30,11 @@ class AsksForFactors(Strategy):
     """Uses two batches on each rank, with losses scaled for a sum over ranks."""
 
     async def step(self, rank: Rank, state: Any) -> None:
-        await rank.collect()
+        await collect(rank)
         for micro in range(2):
             await rank.forward(micro=micro)
             await rank.backward(1 / 6, micro=micro)
-        SEEN[rank.index] = await rank.factors()
+        SEEN[rank.index] = await factors(rank)
         await rank.update()
 
 
@@ -51,11 +53,11 @@ class AsksForProducts(Strategy):
                 unit = [torch.zeros_like(b.data) for b in grads]
                 if not bucket.data.is_meta:
                     unit[index][k] = 1.0
-                columns.append(torch.cat(await rank.curve(unit)))
-        same = await rank.value()
+                columns.append(torch.cat(await curve(rank, unit)))
+        same = await value(rank)
         for bucket in await rank.params():
             bucket.data.mul_(0.5)
-        SEEN[rank.index] = [loss, same, await rank.value(), torch.stack(columns), [p for b in grads for p in b.parts]]
+        SEEN[rank.index] = [loss, same, await value(rank), torch.stack(columns), [p for b in grads for p in b.parts]]
         await rank.update()
 
 
@@ -197,9 +199,9 @@ class AsksAgain(Strategy):
     async def step(self, rank: Rank, state: Any) -> None:
         await rank.forward()
         await rank.backward()
-        first = await rank.value()
-        await rank.curve([torch.ones_like(b.data) for b in await rank.grads()])
-        SEEN[rank.index] = [first, await rank.value()]
+        first = await value(rank)
+        await curve(rank, [torch.ones_like(b.data) for b in await rank.grads()])
+        SEEN[rank.index] = [first, await value(rank)]
         await rank.update()
 
 
@@ -230,7 +232,7 @@ class AsksTooSoon(Strategy):
     what: str = "factors"
 
     async def step(self, rank: Rank, state: Any) -> None:
-        await (rank.factors() if self.what == "factors" else rank.value())
+        await (factors(rank) if self.what == "factors" else value(rank))
 
 
 @pytest.mark.parametrize(("what", "said"), [("factors", "before `collect`"), ("value", "before its forward")])

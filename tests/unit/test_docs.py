@@ -255,7 +255,9 @@ def test_the_glossarys_nouns_exist_in_the_workbench() -> None:
     settings = {k.name for m in [Experiment, Fabric, Link, *EVERY] for k in knobs(m)}
     claims = {name for base, _ in reference.FAMILIES.values() for name in vars(base)}
     seen = {word for names, _ in reference.terms(inspect.getdoc(Rank) or "") for word in names.split(", ")}
-    ours = set(workbench.__all__) | set(dir(tasks)) | set(dir(Rank)) | seen | settings | claims | {"step", "micro"}
+    verbs = {name for family in reference.list_verb_families() for name in reference.list_family_verbs(family)}
+    ours = set(workbench.__all__) | set(dir(tasks)) | set(dir(Rank)) | verbs | seen | settings | claims
+    ours |= {"step", "micro"}
     assert all(len(row) == 4 and all(row[:2]) for row in rows())
     assert {name for row in rows() for name in re.findall(r"`(\w+)`", row[0])} - ours == set()
 

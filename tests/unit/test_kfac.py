@@ -17,7 +17,7 @@ from workbench.experiment import Experiment
 from workbench.fabric import traffic
 from workbench.settings import Change, KnobError
 from workbench.strategies import DDP, KFAC
-from workbench.strategies._kronecker import Layer, assign_layers
+from workbench.strategies.second_order._kronecker import Layer, assign_layers
 
 pytestmark = pytest.mark.ranks
 LR, MOMENTUM = 0.1, 0.9

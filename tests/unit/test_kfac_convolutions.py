@@ -15,8 +15,8 @@ from tests.agree import crosses_alike, sampled
 from tests.ranks import experiment, net, run, toy, weights
 from workbench import simulate
 from workbench.experiment import Experiment
-from workbench.host.observe.kronecker import find_layers, make_input_rows
 from workbench.strategies import KFAC
+from workbench.strategies.second_order.layer_rows import find_layers, make_input_rows
 from workbench.tasks import Digits
 
 pytestmark = pytest.mark.ranks

@@ -15,7 +15,6 @@ from workbench.rank.dtypes import FLOATS as FLOATS
 from workbench.rank.dtypes import as_real as as_real
 from workbench.rank.dtypes import can_average as can_average
 from workbench.rank.errors import StrategyError as StrategyError
-from workbench.rank.factors import Factors as Factors
 from workbench.rank.mesh import Group as Group
 from workbench.rank.mesh import Mesh as Mesh
 from workbench.rank.neighbour_sites import sites as sites
@@ -30,7 +29,7 @@ from workbench.rank.units import Entries as Entries
 from workbench.rank.units import Units as Units
 
 __all__ = [
-    "COMPLEX", "FLOATS", "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Cut", "Entries", "Factors", "Forward",
+    "COMPLEX", "FLOATS", "MOMENTUM", "REDUCTIONS", "Backward", "Bucket", "Cut", "Entries", "Forward",
     "Group", "Handle", "Memory", "Mesh", "Op", "Part", "Rank", "StrategyError", "Units", "as_real", "can_average",
     "collective", "each", "message_name", "outlined", "sites", "sizes_of", "values_of",
 ]  # fmt: skip

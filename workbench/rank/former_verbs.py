@@ -12,6 +12,11 @@ HOMES = {
     "look_up": "embedding_tables",
     "row_grads": "embedding_tables",
     "update_rows": "embedding_tables",
+    "collect": "second_order",
+    "factors": "second_order",
+    "curve": "second_order",
+    "value": "second_order",
+    "work": "second_order",
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from workbench.rank.arithmetic import Arithmetic
 from workbench.rank.awaitables import Backward, Forward, Handle, Op
 from workbench.rank.bucket import Bucket, Memory
 from workbench.rank.data import Data
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
-class Rank(Arithmetic, Data, Pieces, Elsewhere):
+class Rank(Data, Pieces, Elsewhere):
     """Everything that a strategy may see and use. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and the number of ranks, of the run or of a group

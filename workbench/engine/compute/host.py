@@ -16,7 +16,6 @@ from torch import Tensor
 
 from workbench.engine.collectives.lane import Lane
 from workbench.engine.collectives.lanes import Lanes
-from workbench.engine.compute.arithmetic import ArithmeticPerformer
 from workbench.engine.compute.compute_parts import ComputeParts
 from workbench.engine.compute.forward_stops import VERBS_INSIDE, ForwardStops
 from workbench.engine.compute.gradient_hooks import GradientHooks
@@ -24,6 +23,7 @@ from workbench.engine.compute.model import ModelPerformer
 from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.piecewise import PiecewisePerformer
 from workbench.engine.compute.pipeline import PipelinePerformer
+from workbench.engine.compute.request_timer import RequestTimer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.host.core.drive import CoroutineEnded, LeaveLoop, drive_coroutine
 from workbench.host.memory.offload import OFFLOAD_LANES
@@ -31,6 +31,7 @@ from workbench.host.placement.optimizer_slots import copy_optimizer
 from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.rank import Bucket, Forward, Group, Handle, Op, StrategyError, message_name
 from workbench.strategies.embedding_tables.engine import TablePerformer
+from workbench.strategies.second_order.engine import CurvaturePerformer
 
 _NOT_YET = {
     "forward_buckets": "begins a forward that stops before each bucket only in `step`, not inside of another pass: "
@@ -65,7 +66,8 @@ class Host:
         self.whole = ModelPerformer(parts, self.timing, self.tensor, self.pipeline, self.hooks, self._agree_on_usage,
                                     self._perform_in_pass, before_update)  # fmt: skip
         self.piecewise = PiecewisePerformer(parts, self.timing, self.tensor, self.pipeline, self.whole)
-        self.arithmetic = ArithmeticPerformer(parts, self.timing, self.pipeline, self.whole.curvature)
+        self._requests = RequestTimer(parts, self.timing, self.pipeline)
+        self._second_order = CurvaturePerformer(self._requests, self.whole.curvature)
         self.tables = TablePerformer(parts, self.whole.draw_ahead, copy_optimizer)
         self.lanes = Lanes(parts.lane, open_lane)
         self.met = False
@@ -76,7 +78,7 @@ class Host:
         self.verbs = self._list_verbs()
 
     def _list_verbs(self) -> dict[str, Callable[..., Any]]:
-        whole, pipeline, piecewise, arithmetic = self.whole, self.pipeline, self.piecewise, self.arithmetic
+        whole, pipeline, piecewise = self.whole, self.pipeline, self.piecewise
         submodel, batches = self.parts.submodel, self.parts.batches
         core: dict[str, Callable[..., Any]] = {
             "forward": whole.run_forward,
@@ -104,17 +106,12 @@ class Host:
             "fall": piecewise.piece_backward,
             "narrow": piecewise.narrow_model,
             "units": lambda: submodel.hidden_units,
-            "collect": whole.curvature.collect_factors,
-            "factors": arithmetic.compute_factors,
-            "curve": arithmetic.compute_curvature,
-            "value": arithmetic.compute_value,
-            "work": arithmetic.run_work,
             "drive": self.drive_coroutine,
             "stand": self._stand_still,
             "clock": self._clock.now,
             "do": lambda asked: asked(),  # may wait for peers: this rank holds no lock
         }
-        return core | self.tables.verbs
+        return core | self.tables.verbs | self._second_order.verbs
 
     def begin_step(self, met: bool) -> None:
         """met: whether all ranks meet in this step in any case"""

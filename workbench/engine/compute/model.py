@@ -17,11 +17,11 @@ from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.core.gradient_hooks import ModuleHooks, unscale_grads
-from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.host.placement.canonical_state import clip_gradients, list_optimizer_tensors
 from workbench.host.placement.optimizer_slots import require_steppable, step_shard
 from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, Op, StrategyError
+from workbench.strategies.second_order.curvature import CurvatureEstimator
 
 
 class ModelPerformer:

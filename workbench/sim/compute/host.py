@@ -19,7 +19,6 @@ from workbench.sim.clock.background_rounds import BackgroundRounds
 from workbench.sim.clock.batches import BatchPerformer
 from workbench.sim.clock.collective import Collective
 from workbench.sim.clock.fiber import PARKED, ChildFiber, CodedChildFiber, Fiber, Lane
-from workbench.sim.compute.arithmetic import ArithmeticPerformer
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.model import ModelPerformer
@@ -27,9 +26,11 @@ from workbench.sim.compute.offload import OffloadPerformer
 from workbench.sim.compute.pass_timer import PassTimer
 from workbench.sim.compute.piecewise import PiecewisePerformer
 from workbench.sim.compute.pipeline import PipelinePerformer
+from workbench.sim.compute.request_timer import RequestTimer
 from workbench.sim.compute.tensor import TensorPerformer
 from workbench.sim.costs.prices import Price, price_bytes
 from workbench.strategies.embedding_tables.simulator import TablePerformer
+from workbench.strategies.second_order.simulator import CurvaturePerformer
 
 COMMUNICATION_VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send",
                        "recv", "again", "together", "told")  # fmt: skip
@@ -55,7 +56,8 @@ class Host:
         self.span, self.note, self.ended = parts.span, parts.note, ended
         self.timing = PassTimer(parts)
         self.offload, self._piecewise = OffloadPerformer(parts, self.timing), PiecewisePerformer(parts, self.timing)
-        self._arithmetic, self._batches = ArithmeticPerformer(parts, self.timing), BatchPerformer(parts.body)
+        self._requests, self._batches = RequestTimer(parts, self.timing), BatchPerformer(parts.body)
+        self._second_order = CurvaturePerformer(self._requests)
         self.tables = TablePerformer(parts.body, parts.world.real, copy_optimizer)
         self._delivery = BucketDelivery(parts, self.timing, self._make_fiber, self.run_inner)
         self.tensor = TensorPerformer(parts, self.timing, self._delivery)
@@ -71,7 +73,7 @@ class Host:
         self.verbs = self._list_verbs()
 
     def _list_verbs(self) -> dict[str, Callable[[Fiber, Op], Any]]:
-        whole, pipeline, piecewise, arithmetic = self.whole, self._pipeline, self._piecewise, self._arithmetic
+        whole, pipeline, piecewise = self.whole, self._pipeline, self._piecewise
         batches, offload, meet = self._batches, self.offload, self._run_collective
         submodel, body = self.parts.submodel, self.body
         core: dict[str, Callable[[Fiber, Op], Any]] = {
@@ -90,11 +92,6 @@ class Host:
             "params": whole.list_params,
             "grads": whole.list_grads,
             "slots": whole.list_slots,
-            "collect": arithmetic.collect_factors,
-            "factors": arithmetic.compute_factors,
-            "curve": arithmetic.compute_curvature,
-            "value": arithmetic.compute_value,
-            "work": arithmetic.run_work,
             "backward_buckets": whole.backward_buckets,
             "forward_buckets": whole.forward_buckets,
             "next_params": whole.next_params,
@@ -106,7 +103,7 @@ class Host:
             "stage_backward": pipeline.stage_backward,
             "stage_inputs": pipeline.stage_inputs,
             "stage_weights": pipeline.stage_weights,
-            "coded": arithmetic.run_codec,
+            "coded": self._requests.run_codec,
             "pieces": piecewise.count_pieces,
             "rise": piecewise.piece_forward,
             "fall": piecewise.piece_backward,
@@ -125,7 +122,7 @@ class Host:
             "park": self._park_fiber,
             "told": self._broadcast_value,
         }
-        return core | self.tables.verbs
+        return core | self.tables.verbs | self._second_order.verbs
 
     def end_requests(self) -> None:
         """Ends each fiber at its next request, because the rank has crashed."""

@@ -13,7 +13,6 @@ import torch
 
 from workbench.experiment import Experiment
 from workbench.host.memory import storages as memory
-from workbench.host.observe.curvature import outline_factors
 from workbench.host.passes.recomputing import find_recomputed
 from workbench.host.placement.canonical_state import create_optimizer_state
 from workbench.host.placement.parameter_layout import ParameterLayout
@@ -21,12 +20,13 @@ from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.host.sharding.access_trace import AccessTrace
 from workbench.host.transfer.shard_layout import ShardLayout as Shards
-from workbench.rank import Bucket, Factors
+from workbench.rank import Bucket
 from workbench.sim.clock.batches import BatchOutline
 from workbench.sim.compute.offload import SizedOffload
 from workbench.sim.fake.shaped import make_shaped, shape_bucket
 from workbench.sim.model.known_memory import KeptBytes
 from workbench.sim.model.outline import Outline, StageOutline, compute_ready_shares
+from workbench.strategies.second_order.curvature import CurvatureOutline
 from workbench.tasks import Learner
 
 if TYPE_CHECKING:
@@ -268,17 +268,9 @@ class RankSizes(BatchOutline):
         self.roomy = True
         return self.cut.buckets
 
-    def collect_factors(self) -> None:
-        """Does nothing: inputs have no values."""
-
-    def compute_factors(self) -> list[Factors]:
-        return outline_factors(self.model, self.layout)
-
-    def compute_curvature(self, vector: list[torch.Tensor], step: int) -> list[torch.Tensor]:
-        return [torch.empty_like(x) for x in vector]
-
-    def compute_value(self, step: int) -> torch.Tensor:
-        return make_shaped(torch.empty((), device="meta"))
+    @property
+    def curvature(self) -> CurvatureOutline:
+        return CurvatureOutline(self.model, self.layout, make_shaped(torch.empty((), device="meta")))
 
     def free_gradients(self) -> None:
         self.roomy = False

@@ -17,15 +17,15 @@ from workbench.experiment.partition_rules import find_data_shard
 from workbench.host.core.gradient_hooks import ModuleHooks, require_gradient, unscale_grads
 from workbench.host.memory.batches import BatchReader
 from workbench.host.memory.offload import OffloadStore
-from workbench.host.observe.curvature import CurvatureEstimator
 from workbench.host.passes.checkpointing import explain_second_gradient
 from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.placement.canonical_state import clip_gradients
 from workbench.host.placement.optimizer_slots import step_shard
 from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
-from workbench.rank import Bucket, Factors, StrategyError
+from workbench.rank import Bucket, StrategyError
 from workbench.sim.model.outline import BucketCut, compute_ready_shares
 from workbench.sim.model.portion import ModelPortion
+from workbench.strategies.second_order.curvature import CurvatureEstimator
 from workbench.tasks import Learner
 
 
@@ -295,18 +295,6 @@ class RankTensors(ModelPortion):
         if self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         return self.layout.list_grads()
-
-    def collect_factors(self) -> None:
-        self.curvature.collect_factors()
-
-    def compute_factors(self) -> list[Factors]:
-        return self.curvature.take_factors()
-
-    def compute_curvature(self, vector: list[Tensor], step: int) -> list[Tensor]:
-        return self.curvature.compute_product(vector, step)
-
-    def compute_value(self, step: int) -> Tensor:
-        return self.curvature.compute_value(step)
 
     def list_params(self) -> list[Bucket]:
         return self.layout.list_params()

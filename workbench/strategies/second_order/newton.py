@@ -14,6 +14,7 @@ from workbench.rank import FLOATS, Bucket, Memory, Rank, outlined, values_of
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._mean import mean_of_all
+from workbench.strategies.second_order.verbs import curve, value
 
 MIN_DECREASE = 0.1  # Armijo's rule: share of the decrease promised by the slope that a step length must reach
 
@@ -111,7 +112,7 @@ class Newton(Strategy):
             along.data.copy_(left.data)
         square = _dot(r, r)
         for _ in range(self.iterations):
-            bent = [b.like(c) for b, c in zip(p, await rank.curve([b.data for b in p]), strict=True)]
+            bent = [b.like(c) for b, c in zip(p, await curve(rank, [b.data for b in p]), strict=True)]
             for b, along in zip(bent, p, strict=True):
                 if self.products == "summed":
                     await rank.all_reduce(b.data, "mean", b.name)
@@ -136,7 +137,7 @@ class Newton(Strategy):
         losses = [_scalar(grads[0].data, loss)]
         for length in lengths:
             _move(params, direction, length)
-            losses.append(_scalar(grads[0].data, await rank.value()))
+            losses.append(_scalar(grads[0].data, await value(rank)))
             for kept, x in zip(start, params, strict=True):
                 x.data.copy_(kept.data)
         found = await rank.all_reduce(torch.cat(losses), "mean", "tries")

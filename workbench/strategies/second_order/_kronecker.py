@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workbench.rank import Bucket, Factors, Memory, outlined
+from workbench.rank import Bucket, Memory, outlined
+from workbench.strategies.second_order.factors import Factors
 
 INPUTS, OUTPUTS = (
     "inputs",

@@ -10,8 +10,8 @@ from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.pass_timer import PassTimer
 
 
-class ArithmeticPerformer:
-    """Curvature, a strategy's own arithmetic, and codecs in the middle of a pass."""
+class RequestTimer:
+    """The times of a strategy's requests to compute, and of codecs."""
 
     def __init__(self, parts: ComputeParts, timing: PassTimer) -> None:
         self._parts, self._body, self._timing, self._clock = parts, parts.body, timing, parts.clock
@@ -29,11 +29,27 @@ class ArithmeticPerformer:
         self._clock.resume_at(began + seconds, fiber, value)
         return PARKED
 
-    def run_work(self, fiber: Fiber, op: Op) -> Any:
-        """Runs a strategy's arithmetic: on the device in a step, in parallel to it in a child."""
-        of, flops, name = op.args
-        value, costs = of(), self._parts.world.costs
-        self._parts.note(f"flops {name}", flops)
+    @property
+    def step(self) -> int:
+        return self._parts.rank.step
+
+    @property
+    def curvature(self) -> Any:
+        return self._body.curvature
+
+    def note_collecting(self, collects: bool) -> None:
+        self._timing.note_collecting(collects)
+
+    def sample(self, name: str, value: float) -> None:
+        self._parts.note(name, value)
+
+    def answer_request(self, fiber: Fiber, name: str, phases: tuple[str, ...], value: Any) -> Any:
+        """Answers with `value` after the measured time of `name`, or after the time of `phases`."""
+        return self._timing.answer_after(fiber, name, self._timing.request_seconds(name, *phases), value)
+
+    def answer_work(self, fiber: Fiber, name: str, flops: float, value: Any) -> Any:
+        """Answers after a strategy's arithmetic: on the device in a step, in parallel to it in a child."""
+        costs = self._parts.world.costs
         seconds = flops * costs.flop.get(name, 0.0) if costs is not None else 0.0
         if not seconds:
             return value
@@ -43,27 +59,3 @@ class ArithmeticPerformer:
         self._parts.span("codec", name, now, now, now + seconds, 0, fiber.step)
         self._clock.resume_at(now + seconds, fiber, value)
         return PARKED
-
-    def collect_factors(self, fiber: Fiber, op: Op) -> Any:
-        self._timing.note_collecting(True)
-        return self._body.collect_factors()
-
-    def compute_factors(self, fiber: Fiber, op: Op) -> Any:
-        self._timing.note_collecting(False)
-        return self._timing.answer_after(
-            fiber, "factors", self._timing.request_seconds("factors"), self._body.compute_factors()
-        )
-
-    def compute_curvature(self, fiber: Fiber, op: Op) -> Any:
-        product = self._body.compute_curvature(*op.args, self._parts.rank.step)
-        return self._timing.answer_after(
-            fiber, "curve", self._timing.request_seconds("curve", "forward", "backward"), product
-        )
-
-    def compute_value(self, fiber: Fiber, op: Op) -> Any:
-        return self._timing.answer_after(
-            fiber,
-            "value",
-            self._timing.request_seconds("value", "forward"),
-            self._body.compute_value(self._parts.rank.step),
-        )

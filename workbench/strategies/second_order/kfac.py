@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from workbench.rank import FLOATS, Bucket, Factors, Memory, Rank, outlined
+from workbench.rank import FLOATS, Bucket, Memory, Rank, outlined
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
-from workbench.strategies._kronecker import (
+from workbench.strategies.second_order._kronecker import (
     Gradients,
     Layer,
     assign_layers,
@@ -26,6 +26,8 @@ from workbench.strategies._kronecker import (
     seen,
     unpacked,
 )  # fmt: skip
+from workbench.strategies.second_order.factors import Factors
+from workbench.strategies.second_order.verbs import collect, factors, work
 
 
 class _State:
@@ -115,10 +117,10 @@ class KFAC(Strategy):
     async def step(self, rank: Rank, state: _State) -> None:
         listens = state.steps % self.factors_every == 0 or state.steps < self.warmup
         if listens:
-            await rank.collect()
+            await collect(rank)
         pending = await self._backward(rank)
         if listens:
-            agree = self._agree(rank, state, await rank.factors())
+            agree = self._agree(rank, state, await factors(rank))
             pending.append(await rank.start(agree, name="factors"))
         for handle in pending:
             await rank.wait(handle)
@@ -164,7 +166,7 @@ class KFAC(Strategy):
         keepers, owner = _along(rank, "keepers"), assign_layers(state.layers, rank.size)
         mine = [layer for layer in state.layers if owner[layer.weight] == rank.index]
         inverted = partial(invert, state.memory, damping=self.damping)
-        own = await rank.work(lambda: list(map(inverted, mine)), cubes(mine), "inverses")
+        own = await work(rank, lambda: list(map(inverted, mine)), cubes(mine), "inverses")
         for name in ("inputs inverse", "outputs inverse"):
             state.memory.drop(name)
         first = rank.index - keepers.index
@@ -184,7 +186,7 @@ class KFAC(Strategy):
         made: dict[Layer, Tensor] = {}
         for source, theirs in _by(lambda x: owner[x.weight] // keepers.size, state.layers, receivers.size):
             if source == receivers.index:
-                made |= await rank.work(partial(_through, state.memory, theirs, gradients),
+                made |= await work(rank, partial(_through, state.memory, theirs, gradients),
                                         sum(x.products for x in theirs), "preconditioning")  # fmt: skip
             if receivers.size > 1:
                 flat = _joined([made[x] for x in theirs]) if source == receivers.index else _room(

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
-from workbench.host.observe.kronecker import (
+from workbench.rank import Bucket, StrategyError
+from workbench.rank.bucket import Part
+from workbench.strategies.second_order.factors import Factors
+from workbench.strategies.second_order.layer_rows import (
     Layer,
     factor_sizes,
     find_layers,
@@ -25,9 +28,25 @@ from workbench.host.observe.kronecker import (
     make_slope_rows,
     name_parameters,
 )
-from workbench.host.placement.parameter_layout import ParameterLayout
-from workbench.rank import Factors, StrategyError
-from workbench.rank.bucket import Part
+
+
+class NamedParameter(Protocol):
+    """A parameter and its name in the model."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def param(self) -> nn.Parameter: ...
+
+
+class CurvatureLayout(Protocol):
+    """A model's trained parameters and their buckets."""
+
+    @property
+    def order(self) -> Sequence[NamedParameter]: ...
+    @property
+    def buckets(self) -> list[Bucket]: ...
+
 
 _LOCK, _OPEN = threading.Lock(), list[ExitStack]()  # one stack per open block
 
@@ -53,16 +72,6 @@ def _twice_differentiable() -> Iterator[None]:
                 _OPEN.pop()  # the first stack holds the setting
 
 
-def outline_factors(model: nn.Module, layout: ParameterLayout) -> list[Factors]:
-    """Returns Factors with sizes only."""
-    found = []
-    for name, layer in find_layers(model, {place.name for place in layout.order}).items():
-        kind = torch.promote_types(layer.weight.dtype, torch.float32)
-        pair = (torch.empty(n, n, dtype=kind, device="meta") for n in factor_sizes(layer))
-        found.append(Factors(*name_parameters(name, layer), *pair))
-    return found
-
-
 class _LayerSums:
     """Sums of a a^T (inputs) and g g^T (slopes), and their counts."""
 
@@ -83,7 +92,7 @@ class FactorCollector:
     scale: the factor of the loss in the current backward
     """
 
-    def __init__(self, model: nn.Module, layout: ParameterLayout) -> None:
+    def __init__(self, model: nn.Module, layout: CurvatureLayout) -> None:
         self._layers = find_layers(model, {place.name for place in layout.order})
         self._sums = {name: _LayerSums(layer) for name, layer in self._layers.items()}
         self._called: set[str] = set()  # in this pass
@@ -128,7 +137,7 @@ class GaussNewtonProducts:
     2002). Raises StrategyError if the loss does not call the model exactly once, or is linear in its output.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: object, layout: ParameterLayout) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], batch: object, layout: CurvatureLayout) -> None:
         self._buckets, by_name = layout.buckets, {place.name: place.param for place in layout.order}
         params = [by_name[part.name] for bucket in self._buckets for part in bucket.parts]
         self._trains = [p.requires_grad for p in params]  # not by frozen ones
@@ -201,7 +210,7 @@ def _cut_parts(flat: Tensor, parts: Iterable[Part]) -> list[tuple[Tensor, tuple[
 class CurvatureEstimator:
     """One rank's estimates."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: ParameterLayout) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[..., Tensor], layout: CurvatureLayout) -> None:
         self._model, self._loss, self._layout = model, loss, layout
         self._batch: object = None  # the last forward's, until an update
         self._collecting: FactorCollector | None = None
@@ -258,3 +267,27 @@ class CurvatureEstimator:
         finally:
             for module, name, buffer in kept:
                 module._buffers[name] = buffer
+
+
+class CurvatureOutline:
+    """The same with sizes only. loss: a loss without a value"""
+
+    def __init__(self, model: nn.Module, layout: CurvatureLayout, loss: Tensor) -> None:
+        self._model, self._layout, self._loss = model, layout, loss
+
+    def collect_factors(self) -> None:
+        """Does nothing: inputs have no values."""
+
+    def take_factors(self) -> list[Factors]:
+        found = []
+        for name, layer in find_layers(self._model, {place.name for place in self._layout.order}).items():
+            kind = torch.promote_types(layer.weight.dtype, torch.float32)
+            pair = (torch.empty(n, n, dtype=kind, device=layer.weight.device) for n in factor_sizes(layer))
+            found.append(Factors(*name_parameters(name, layer), *pair))
+        return found
+
+    def compute_product(self, vector: list[Tensor], step: int) -> list[Tensor]:
+        return [torch.empty_like(x) for x in vector]
+
+    def compute_value(self, step: int) -> Tensor:
+        return self._loss
