@@ -34,14 +34,15 @@ class Bucket:
 
     __slots__ = ("_places", "data", "forget", "index", "kept", "name", "offset", "parts")
 
-    def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int) -> None:
+    def __init__(self, index: int, data: Tensor, parts: tuple[Part, ...], offset: int,
+                 forget: Callable[[], None] | None = None) -> None:  # fmt: skip
         self.index = index
         self.name = f"bucket {index}"
         self.data = data  # (n,) of one dtype
         self.parts = parts
         self.offset = offset
         self.kept: Tensor | None = None
-        self.forget: Callable[[], None] | None = None
+        self.forget = forget
         self._places = ""
 
     @property
@@ -68,6 +69,20 @@ class Bucket:
         self.kept = kept
         if self.forget is not None:
             self.forget()
+
+    def allocate(self) -> None:
+        """Allocates zeros for its elements."""
+        self.data = self.data.new_zeros(self.data.numel())
+
+    def release(self) -> None:
+        """Frees the memory of its elements. Their stand-in is one zero."""
+        self.data = self.data.new_zeros(1).expand(self.data.numel())
+
+    def release_used(self) -> None:
+        """Drops what is left after `give_back`, and gradients that are a parameter's own, after their last use."""
+        self.kept = None
+        if len(self.parts) == 1 and self.data.stride(0):
+            self.release()
 
     def like(self, data: Tensor) -> Bucket:
         """Returns a bucket at the same place with other data of the same length."""
@@ -148,6 +163,15 @@ class Memory:
         made.buffers = {kind: {name: x.clone() for name, x in of.items()} for kind, of in self.buffers.items()}
         made.parts, made._generator = deepcopy(self.parts), self._generator
         return made
+
+    def restore(self, buffers: dict[str, dict[str, Tensor]], parts: dict[str, dict[str, Any]], seed: int,
+                generators: dict[str, Generator]) -> None:  # fmt: skip
+        """Takes over saved state in place of its own.
+
+        generators: by device
+        """
+        self.buffers, self.parts, self._joined = buffers, parts, {}
+        self.seed, self._generator = seed, generators
 
     def clear(self) -> None:
         """Drops all buffers. The random generators continue."""

@@ -239,9 +239,8 @@ def _restore_data(run: CheckpointView, said: Any) -> bool:
     }
     written = tuple(map(int, said["began"]))
     batch, seed, step, used = written if len(written) != 3 else (*written, 0)  # older versions wrote 3
-    same = run.reads.restore_positions((batch, seed, step, used), _decode_rng_states(said["chance"]), stands)
-    run.reads.taken = int(said["taken"])
-    return same
+    chance, taken = _decode_rng_states(said["chance"]), int(said["taken"])
+    return run.reads.restore_positions((batch, seed, step, used), chance, stands, taken)
 
 
 def _decode_rng_states(said: Any) -> Numbers | None:

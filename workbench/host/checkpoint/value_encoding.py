@@ -181,8 +181,7 @@ class ValueDecoder:
 
     def load_memory(self, memory: Memory, said: dict[str, Any]) -> Memory:
         values = {name: self.decode_value(value) for name, value in said["memory"].items()}
-        memory.buffers, memory.parts = values["buffers"], values["parts"]
-        memory.seed, memory._generator, memory._joined = values["seed"], values["_generator"], {}
+        memory.restore(values["buffers"], values["parts"], values["seed"], values["_generator"])
         return memory
 
     def _decode_named_tuple(self, said: dict[str, Any]) -> Any:

@@ -191,12 +191,15 @@ class BatchReader:
         return self._chance
 
     def restore_positions(self, began: tuple[int, int, int, int], chance: Numbers | None,
-              stands: dict[tuple[int, int], ReaderPosition]) -> bool:  # fmt: skip
+              stands: dict[tuple[int, int], ReaderPosition], taken: int) -> bool:  # fmt: skip
         """Takes all clients to these positions by reading again. Leaves the process's random numbers alone.
+
+        taken: the batches that `next_batch` has returned
 
         Returns False if a last batch differs: then the data yield other batches on a second reading.
         """
         self._began, self._chance, same, last = began, None, True, list(stands)[-1]
+        self.taken = taken
         self._clients.clear()
         for self._client, at in stands.items():
             with Chance(at.opened or numbers()):

@@ -16,7 +16,9 @@ WHEN_STEP, WHEN_BETWEEN, WHEN_EVALUATED = "in a step", "between two steps", "whi
 class OutOfMemory(RuntimeError):
     """Raised if a device needs more than `memory_mb`."""
 
-    lack: MemoryShortage | None = None
+    def __init__(self, said: str, lack: MemoryShortage | None = None) -> None:
+        super().__init__(said)
+        self.lack = lack
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,7 @@ def require_fits(run: RankView, needed: int, of: Mapping[str, int], when: str) -
         more = f"memory_mb above {format_mb(needed)}; a step may need more"
     said = f"memory_mb={limit_mb:g}: rank {rank} needs {format_mb(needed)} MB {when} ({parts})"
     lack = MemoryShortage(e, needed, said, more, when)
-    error = OutOfMemory(lack.make_message())
-    error.lack = lack
-    raise error
+    raise OutOfMemory(lack.make_message(), lack)
 
 
 def format_mb(nbytes: float) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, UntypedStorage
 
@@ -35,6 +36,20 @@ class BufferCounter:
         self.now = self.most = 0
         self.stepping = False
         self.measured = False  # counts measuring ops
+
+    @contextmanager
+    def count_measuring(self, measured: bool) -> Iterator[None]:
+        """Inside, it counts ops that measure, if `measured`."""
+        self.measured = measured
+        try:
+            yield
+        finally:
+            self.measured = False
+
+    def note_standing(self, known: dict[int, weakref.ref[UntypedStorage]], buckets: list[Bucket],
+                      rooms: dict[int, weakref.ref[Tensor]]) -> None:  # fmt: skip
+        """Notes what other categories count, as in the attributes of these names."""
+        self.known, self.buckets, self.rooms = known, buckets, rooms
 
     def note_request(self, who: Hashable, op: Op) -> None:
         if op.measures and not self.measured:

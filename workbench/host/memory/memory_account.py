@@ -139,16 +139,17 @@ class MemoryAccount:
         if not self.is_evaluation_measured:
             yield
             return
-        self._held, self.buffers.measured = self._holds, self._run.unsharder.sharded
-        self.buffers.take_peak(stepping=False)
-        self._following = following = StorageTracker(rises=partial(self._require_now, kept))
-        try:
-            self._recount_standing()
-            self._require_now(kept)
-            with following:
-                yield
-        finally:
-            self._following, self.buffers.measured = None, False
+        self._held = self._holds
+        with self.buffers.count_measuring(self._run.unsharder.sharded):
+            self.buffers.take_peak(stepping=False)
+            self._following = following = StorageTracker(rises=partial(self._require_now, kept))
+            try:
+                self._recount_standing()
+                self._require_now(kept)
+                with following:
+                    yield
+            finally:
+                self._following = None
         self.note_evaluation(kept + following.most[0], self.buffers.take_peak(stepping=False))
 
     def _require_now(self, kept: int) -> None:
@@ -253,7 +254,7 @@ class MemoryAccount:
         found = alike[key]
         self._standing, self._counted, self._told = dict(found.nbytes), run.layout.held, None
         self._standing["parameters"] += stashed  # for later backwards
-        self.buffers.known, self.buffers.buckets, self.buffers.rooms = found[1:]
+        self.buffers.note_standing(*found[1:])
 
     def _sort_storages(self, every: dict[str, memory.Storages]) -> SortedBytes:
         nbytes, known = dict[str, int](), memory.Storages()

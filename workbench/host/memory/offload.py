@@ -175,8 +175,8 @@ class OffloadStore:
             start = shard.offset - layout.weight_bucket(shard.index).offset - layout.begins[shard.index]
             return {VALUES_KEY: layout.weights[shard.index][start : start + shard.data.numel()]}
         if what == "gradients":
-            grads, bucket = shard.data, layout.buckets[shard.index]
-            shard.data, bucket.kept = grads.new_zeros(1).expand(grads.numel()), None
+            grads = shard.data
+            shard.release()
             layout.release_gradients(shard.index)
             return {VALUES_KEY: grads}
         return self._take_slots(layout, optimizer, shard)

@@ -48,6 +48,10 @@ class _LocalRank:
         self.rest.acquire()
         self._numbers = torch.get_rng_state()
 
+    def take_answer(self, answer: Tensor) -> None:
+        """Takes the answer to its request. The pass goes on in `run_to_meeting`."""
+        self.asked, self.answer = None, answer
+
     def end_pass(self) -> None:
         if self._thread.ident is not None:
             self.error = self.error or _PassAborted()
@@ -107,7 +111,7 @@ def _answer_meeting(members: list[_LocalRank]) -> None:
             f"ranks that compute a layer together must make the same requests in the same order; they made {said}"
         )
     for member, answer in zip(members, compute_answers(meeting, [x for _, x in asked]), strict=True):
-        member.asked, member.answer = None, answer
+        member.take_answer(answer)
 
 
 def compute_answers(meeting: MeetingKind, xs: list[Tensor]) -> list[Tensor]:

@@ -37,6 +37,17 @@ class _OpenBatch:
         self.grad: Tensor | None = None
         self.loss: Tensor | None = None
 
+    def end_piece(self, made: Any, last: bool) -> object:
+        """Keeps the output of a piece of the forward; after the last one, only the loss. Returns the batch."""
+        batch, self.made = self.batch, made
+        if last:
+            self.batch, self.made, self.loss = None, None, made.detach()
+        return batch
+
+    def end_backward(self, entry: Tensor | None) -> None:
+        """Keeps the gradient of a piece's input `entry`, for the piece before."""
+        self.grad = None if entry is None else entry.grad
+
 
 class PiecewisePass:
     """Batches that a rank computes in pieces. They *rise* (forward) and *fall* (backward).
@@ -99,10 +110,9 @@ class PiecewisePass:
         if falls:
             risen.graphs.append((get_gradient_edge(made) if made.requires_grad else None, entry))
             made = made.detach()
-        risen.made = made
+        batch = risen.end_piece(made, last=piece == of - 1)
         if piece < of - 1:
-            return risen.batch, None
-        batch, risen.batch, risen.made, risen.loss = risen.batch, None, None, made.detach()
+            return batch, None
         if not falls:
             del self._risen[micro]
         return batch, made
@@ -118,7 +128,7 @@ class PiecewisePass:
         if edge is not None and seed is not None:
             with unscale_grads([p for part in self._list_parts(piece, of) for p in part.parameters()], grad):
                 torch.autograd.backward((edge,), (seed,))
-        risen.grad = None if entry is None else entry.grad
+        risen.end_backward(entry)
         if not piece:
             del self._risen[micro]
 

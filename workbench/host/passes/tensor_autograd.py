@@ -34,16 +34,16 @@ class _GroupMeeting(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, others: GroupPeers, ahead: MeetingKind, back: MeetingKind) -> Tensor:
-        ctx.others, ctx.ahead, ctx.back = others, ahead, back
+        ctx.meeting = others, ahead, back
         made, payload = exchange_tensor(x, others, ahead, others.coding.there)
         ctx.save_for_backward(*list_choices(payload, others.coding, others.ways if ahead.what == "scatter" else 1))
         return made
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        others, back = ctx.others, ctx.back
+        others, ahead, back = ctx.meeting
         came = exchange_tensor(grad, others, back, others.coding.back)[0] if back.what else grad
-        return mask_gradient(came, ctx.saved_tensors, others.coding, ctx.ahead.dim), None, None, None
+        return mask_gradient(came, ctx.saved_tensors, others.coding, ahead.dim), None, None, None
 
 
 def _apply_meeting(x: Tensor, others: GroupPeers, ahead: MeetingKind, back: MeetingKind) -> Tensor:
@@ -73,30 +73,29 @@ class _GatheredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, others: GroupPeers, name: str) -> Tensor:
-        ctx.others, ctx.name, ctx.biased = others, name, bias is not None
-        ctx.shape, ctx.dtype = x.shape, x.dtype
+        ctx.layer = others, name, bias is not None, x.shape, x.dtype
         every, payload = exchange_tensor(x, others, MeetingKind("gather", f"activation {name}", 1), others.coding.there)
         ctx.save_for_backward(weight, *(payload or (x,)))
         return F.linear(every, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
-        (weight, *kept), others = ctx.saved_tensors, ctx.others
-        (there, back, _), again = others.coding, MeetingKind("gather", f"activation {ctx.name} again", 1)
+        (weight, *kept), (others, name, biased, shape, dtype) = ctx.saved_tensors, ctx.layer
+        (there, back, _), again = others.coding, MeetingKind("gather", f"activation {name} again", 1)
         if there is None:
             every = others.ask(again, kept[0])
         else:
-            like = kept[0].new_empty(ctx.shape, dtype=ctx.dtype)
+            like = kept[0].new_empty(shape, dtype=dtype)
             every = join_payloads(gather_payloads(tuple(kept), others, again), like, others, again, there)
         every = every.to(grad.dtype).flatten(0, -2)
         own, _ = exchange_tensor(
-            grad @ weight.to(grad.dtype), others, MeetingKind("scatter", f"gradient {ctx.name}", 1), back
+            grad @ weight.to(grad.dtype), others, MeetingKind("scatter", f"gradient {name}", 1), back
         )
         if there is not None:
             own = mask_gradient(own, list_choices(tuple(kept), others.coding, 1), others.coding, 1)
         flat = grad.flatten(0, -2)
-        of_bias = flat.sum(0).to(weight.dtype) if ctx.biased else None
-        return own.to(ctx.dtype), (flat.t() @ every).to(weight.dtype), of_bias, None, None
+        of_bias = flat.sum(0).to(weight.dtype) if biased else None
+        return own.to(dtype), (flat.t() @ every).to(weight.dtype), of_bias, None, None
 
 
 def apply_gathered_linear(x: Tensor, module: Any, others: GroupPeers, name: str) -> Tensor:

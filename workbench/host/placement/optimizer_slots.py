@@ -52,8 +52,7 @@ def make_slot_likes(places: Iterable[ParameterPlace], optimizer: Optimizer) -> d
 def _try_step(optimizer: Optimizer, number: int, place: ParameterPlace) -> dict[str, Tensor]:
     small = nn.Parameter(torch.zeros(2, dtype=place.param.dtype, device=place.param.device))
     small.grad = torch.zeros_like(small)
-    other = copy_optimizer(optimizer)
-    other.param_groups = [{**optimizer.param_groups[number], "params": [small]}]
+    other = copy_optimizer(optimizer, [{**optimizer.param_groups[number], "params": [small]}])
     other.step()
     tensors = {slot: x for slot, x in sorted(other.state[small].items()) if isinstance(x, Tensor)}
     return {slot: x[:0] if x.shape == small.shape else x for slot, x in tensors.items()}
@@ -175,8 +174,7 @@ def step_apart(
         made[part.name] = own = nn.Parameter(values[part.start : part.stop].view(shape))
         own.grad = grads[part.start : part.stop].view(shape)
         groups[group_of[id(place.param)]].append(own)
-    other = copy_optimizer(optimizer)
-    other.param_groups = [{**said, "params": params} for said, params in zip(by, groups, strict=True)]
+    other = copy_optimizer(optimizer, [{**said, "params": params} for said, params in zip(by, groups, strict=True)])
     for (name, slot), x in state.items():
         if name in made:
             other.state[made[name]][slot] = x
@@ -185,9 +183,9 @@ def step_apart(
     return {**state, **stepped}
 
 
-def copy_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Returns an optimizer without state. torch's copy loses a user class's attributes."""
+def copy_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    """Returns an optimizer of these `groups`, without state. torch's copy loses a user class's attributes."""
     other = object.__new__(type(optimizer))
     other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # schedulers patch it
-    other.state = defaultdict(dict)
+    other.state, other.param_groups = defaultdict(dict), groups
     return other

@@ -34,6 +34,27 @@ class ParameterPlace:
         self.round = 0  # of the backward that made its gradient
         self.filled = False  # gradient is zeros so far
 
+    def point_into(self, index: int, view: Tensor) -> None:
+        """Makes the parameter a view of bucket `index`."""
+        self.param.data, self.bucket = view, index
+
+    def begin_bucket(self, size: int) -> None:
+        """Decides how its gradient reaches a bucket of `size` parameters, which has no memory yet."""
+        nbytes = self.param.element_size() * self.numel
+        self.grad, self.alone, self.small = None, size == 1, size > 1 and nbytes <= SMALL_BYTES
+
+    def place_gradient(self, whole: Tensor, part: Part) -> None:
+        """Places its gradient in `whole`, the gradients of its bucket."""
+        self.grad = whole[part.start : part.stop].view(self.param.shape)
+
+    def release_gradient(self) -> None:
+        """Lets go of its bucket's memory."""
+        self.grad = None
+
+    def note_filled(self) -> None:
+        """Notes that its gradient begins as zeros if it has none."""
+        self.filled = self.param.grad is None
+
 
 class ParameterLayout:
     """The trainable parameters of a model, in order, and their buckets.
@@ -92,7 +113,7 @@ class ParameterLayout:
         self._copied: dict[int, dict[str, int]] = {}  # by bucket with a copy elsewhere: versions of its parameters
         self._absent: dict[int, tuple[Tensor, list[Tensor]]] = {}  # by bucket: NaN for it and its parameters
         for place in self.order:
-            place.grad = None  # frees memory first
+            place.release_gradient()  # before new memory
         self.groups = group_parameters(self.order, self.bucket_mb * 1e6)
         at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):
@@ -104,12 +125,13 @@ class ParameterLayout:
                 with prevent_fetches():
                     if not (gone or whole.is_meta):
                         view.copy_(place.param.data)
-                    place.param.data, place.bucket = view, index
+                    place.point_into(index, view)
+                place.begin_bucket(len(group))
             offset = at.get(dtype, 0)
             at[dtype] = offset + whole.numel()
             self._slices.append(Bucket(index, whole, parts, offset))
-            self.buckets.append(Bucket(index, self._make_stand_in(group), parts, offset))
-            self.buckets[-1].forget = partial(self._release_gradients, index)
+            forget = partial(self._release_gradients, index)
+            self.buckets.append(Bucket(index, self._make_stand_in(group), parts, offset, forget))
         self.weights = [b.data.new_empty(0) if shards else b.data for b in self._slices]
         self.begins = [0] * len(self.weights)
         self.held = sum(own.numel() * own.element_size() for own in self.weights)
@@ -209,9 +231,6 @@ class ParameterLayout:
             self._point_parameters(index, whole)
 
     def _make_stand_in(self, group: list[ParameterPlace]) -> Tensor:
-        for place in group:
-            nbytes = place.param.element_size() * place.numel
-            place.grad, place.alone, place.small = None, len(group) == 1, len(group) > 1 and nbytes <= SMALL_BYTES
         return torch.zeros(1, dtype=group[0].param.dtype, device=group[0].param.device).expand(_count_elements(group))
 
     def allocate_gradients(self) -> None:
@@ -228,22 +247,26 @@ class ParameterLayout:
 
     def _allocate_gradients(self, index: int) -> None:
         group, bucket = self.groups[index], self.buckets[index]
-        bucket.data = torch.zeros(_count_elements(group), dtype=group[0].param.dtype, device=group[0].param.device)
+        bucket.allocate()
         for place, part in zip(group, bucket.parts, strict=True):
-            place.grad = bucket.data[part.start : part.stop].view(place.param.shape)
+            place.place_gradient(bucket.data, part)
 
     def _release_gradients(self, index: int) -> None:
         """Frees no storage: autograd may share it, and a stream that still reads it has a reference."""
         self.gives_back = True
-        group = self.groups[index]
-        for place in group:
+        for place in self.groups[index]:
             place.param.grad = None
-        self.buckets[index].data = self._make_stand_in(group)
+        self._release_bucket(index)
 
     def drop_gradients(self) -> None:
         self.roomy = self.gives_back = False
-        for group, bucket in zip(self.groups, self.buckets, strict=True):
-            bucket.data = self._make_stand_in(group)
+        for bucket in self.buckets:
+            self._release_bucket(bucket.index)
+
+    def _release_bucket(self, index: int) -> None:
+        for place in self.groups[index]:
+            place.release_gradient()
+        self.buckets[index].release()
 
     def store_gradient(self, place: ParameterPlace, grad: Tensor) -> None:
         """Makes `param.grad` the stored tensor."""
@@ -275,7 +298,7 @@ class ParameterLayout:
     def move_gradients(self) -> None:
         """Moves gradients into the vectors, where autograd adds to them."""
         for place in self.order:
-            place.filled = place.param.grad is None
+            place.note_filled()
         self.list_grads()
 
     def note_unused(self, names: set[str]) -> None:
@@ -306,10 +329,9 @@ class ParameterLayout:
 
     def release_gradients(self, index: int | None = None) -> None:
         """Releases used gradients that were not copied."""
-        for group, bucket in zip(self.groups, self.buckets, strict=True):
-            bucket.kept = None if index in (None, bucket.index) else bucket.kept
-            if len(group) == 1 and bucket.data.stride(0) and index in (None, bucket.index):
-                bucket.data = bucket.data.new_zeros(1).expand(bucket.data.numel())
+        for bucket in self.buckets:
+            if index in (None, bucket.index):
+                bucket.release_used()
 
     def list_params(self) -> list[Bucket]:
         """Returns the parameters, cut like the gradients. Writes into whole ones change the model."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from workbench.strategies.embedding_tables.rows import (
+    CopyOptimizer,
     Lookups,
     TableLayout,
     find_rows,
@@ -36,9 +37,9 @@ class TablePerformer:
     """Looks up rows, and takes and applies their gradients."""
 
     def __init__(self, host: TableHost, draw_ahead: Callable[[], Any],
-                 copy_optimizer: Callable[[Optimizer], Optimizer]) -> None:  # fmt: skip
+                 copy_optimizer: CopyOptimizer) -> None:  # fmt: skip
         """draw_ahead: draws the batch of the next forward before it
-        copy_optimizer: returns an optimizer of the same kind without state
+        copy_optimizer: returns an optimizer without state
         """
         self._host, self._draw_ahead, self._copy_optimizer = host, draw_ahead, copy_optimizer
         self.verbs: dict[str, Callable[..., Any]] = {

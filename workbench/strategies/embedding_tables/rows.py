@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from workbench.rank import StrategyError
 
 Rows = Mapping[str, Tensor]  # by table
+CopyOptimizer = Callable[[Optimizer, list[dict[str, Any]]], Optimizer]  # of the same kind, with these groups
 
 
 class Lookups(Protocol):
@@ -84,7 +85,7 @@ def outline_gradients(layout: TableLayout, rows: Rows) -> dict[str, Tensor]:
 def step_rows(
     layout: TableLayout,
     optimizer: Optimizer,
-    copy_optimizer: Callable[[Optimizer], Optimizer],
+    copy_optimizer: CopyOptimizer,
     table: str,
     rows: Tensor,
     grad: Tensor,
@@ -92,18 +93,18 @@ def step_rows(
 ) -> None:
     """Steps the optimizer on `rows` of a table only.
 
-    copy_optimizer: returns an optimizer of the same kind without state
+    copy_optimizer: returns an optimizer without state
 
     Slots of the table's shape have rows, too. Other slots, such as step counters, belong to the whole table.
     """
     param = _find_table(layout, table).param
     own = nn.Parameter(param.data[rows])
     own.grad = grad.to(own.device, own.dtype).view_as(own)
-    other, state = copy_optimizer(optimizer), optimizer.state[param]
-    groups = optimizer.param_groups
+    state, groups = optimizer.state[param], optimizer.param_groups
     its = next(group for group in groups for p in group["params"] if p is param)
     first = groups[0]["lr"]
-    other.param_groups = [{**its, "params": [own], "lr": lr * (its["lr"] / first if first else 1.0)}]
+    said = {**its, "params": [own], "lr": lr * (its["lr"] / first if first else 1.0)}
+    other = copy_optimizer(optimizer, [said])
     cut = {slot for slot, x in state.items() if isinstance(x, Tensor) and x.shape == param.shape}
     other.state[own] = {slot: x[rows] if slot in cut else x for slot, x in state.items()}
     other.step()

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from workbench.rank import Op
 from workbench.strategies.embedding_tables.rows import (
+    CopyOptimizer,
     Lookups,
     TableLayout,
     find_rows,
@@ -48,8 +49,8 @@ class TableHost(Protocol):
 class TablePerformer:
     """Looks up rows, and takes and applies their gradients."""
 
-    def __init__(self, host: TableHost, has_values: bool, copy_optimizer: Callable[[Optimizer], Optimizer]) -> None:
-        """copy_optimizer: returns an optimizer of the same kind without state"""
+    def __init__(self, host: TableHost, has_values: bool, copy_optimizer: CopyOptimizer) -> None:
+        """copy_optimizer: returns an optimizer without state"""
         self._host, self._has_values, self._copy_optimizer = host, has_values, copy_optimizer
         self.verbs: dict[str, Callable[[Any, Op], Any]] = {
             "look_up": self.look_up,

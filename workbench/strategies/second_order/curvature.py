@@ -80,6 +80,13 @@ class _LayerSums:
         self.inputs, self.outputs = (torch.zeros(n, n, dtype=kind, device=like.device) for n in factor_sizes(layer))
         self.terms = self.slopes = 0
 
+    def add_inputs(self, rows: Tensor, terms: int, again: bool) -> None:
+        """Adds a call's rows of inputs, of `terms` terms of the loss. again: of a layer called before in this pass"""
+        with torch.no_grad():
+            self.inputs.addmm_(rows.T, rows)
+        self.terms += terms
+        self.slopes += 0 if again else len(rows)
+
 
 class FactorCollector:
     """Collects inputs and slopes of Linear layers and convolutions, from now until `take_factors`.
@@ -89,17 +96,20 @@ class FactorCollector:
     and averages its slopes. All batches have equal weight. A layer called again in a pass adds rows of inputs, and
     gradients of the same N terms.
 
-    scale: the factor of the loss in the current backward
     """
 
     def __init__(self, model: nn.Module, layout: CurvatureLayout) -> None:
         self._layers = find_layers(model, {place.name for place in layout.order})
         self._sums = {name: _LayerSums(layer) for name, layer in self._layers.items()}
         self._called: set[str] = set()  # in this pass
-        self.scale = 1.0
+        self._scale = 1.0  # of the loss in the current backward
         self._removers: list[RemovableHandle] = [model.register_forward_pre_hook(lambda *_: self._called.clear())]
         for name, layer in self._layers.items():
             self._removers.append(layer.register_forward_hook(partial(self._add_inputs, name)))
+
+    def begin_backward(self, grad: float | None) -> None:
+        """grad: the factor of the loss; None: 1"""
+        self._scale = 1.0 if grad is None else grad
 
     def take_factors(self) -> list[Factors]:
         """Returns factors, zeros for a layer without a call. Removes the hooks."""
@@ -118,15 +128,13 @@ class FactorCollector:
         sums = self._sums[name]
         with torch.no_grad():
             rows, terms = make_input_rows(layer, given[0], sums.inputs.dtype)
-            sums.inputs.addmm_(rows.T, rows)
-        sums.terms += terms
-        sums.slopes += 0 if name in self._called else len(rows)
+        sums.add_inputs(rows, terms, again=name in self._called)
         self._called.add(name)
         made.register_hook(partial(self._add_slopes, sums, layer, terms))
 
     def _add_slopes(self, sums: _LayerSums, layer: Layer, terms: int, grad: Tensor) -> None:
         g = make_slope_rows(layer, grad, sums.outputs.dtype)
-        sums.outputs.addmm_(g.T, g, alpha=(terms / self.scale) ** 2)
+        sums.outputs.addmm_(g.T, g, alpha=(terms / self._scale) ** 2)
 
 
 class GaussNewtonProducts:
@@ -221,7 +229,7 @@ class CurvatureEstimator:
 
     def note_backward(self, grad: float | None) -> None:
         if self._collecting is not None:
-            self._collecting.scale = 1.0 if grad is None else grad
+            self._collecting.begin_backward(grad)
 
     def note_update(self) -> None:
         self._batch = self._products = None
