@@ -197,8 +197,7 @@ _POLICIES = (
            "            x += _left(memory, bucket, x)\n", "            pass\n", RULES,
            "more can be sent than there is"),
     Mutant("GraVAC: the compressor is not put back", "host/observe/compression_error.py",
-           """        rank.compressor = stand_in.of
-    for name""", "        pass\n    for name", STEERED, "each step weighs once more than the last"),
+           "        rank.compressor = of\n", "        pass\n", STEERED, "each step weighs once more than the last"),
     Mutant("SyncSwitch: a product that is rounded up", "policies/sync_switch.py",
            "* experiment.steps - ROUNDING)", "* experiment.steps)", RULES,
            "0.07 of 100 steps are 8, for the product is a little above 7"),

@@ -160,9 +160,17 @@ class Memory:
     def copied(self) -> Memory:
         """Returns a copy with its own tensors. Both share the random generators."""
         made = Memory(self.seed)
-        made.buffers = {kind: {name: x.clone() for name, x in of.items()} for kind, of in self.buffers.items()}
-        made.parts, made._generator = deepcopy(self.parts), self._generator
+        made.copy_from(self)
         return made
+
+    def copy_from(self, other: Memory) -> None:
+        """Takes over copies of another Memory's tensors; both share the random generators."""
+        buffers = {kind: {name: x.clone() for name, x in of.items()} for kind, of in other.buffers.items()}
+        self.restore(buffers, deepcopy(other.parts), other.seed, other._generator)
+
+    def begin_anew(self) -> None:
+        """Drops everything but the seed. The random generators begin again."""
+        self.restore({}, {}, self.seed, {})
 
     def restore(self, buffers: dict[str, dict[str, Tensor]], parts: dict[str, dict[str, Any]], seed: int,
                 generators: dict[str, Generator]) -> None:  # fmt: skip

@@ -91,7 +91,7 @@ class RestoredState:
         with self.refuse_misfits():
             run.rank.step = int(self.entries["step"])
             if self.reads is not None and not self.whole:
-                run.unsharder.trial = _decode_trace(self.reads, run.model)
+                run.unsharder.adopt_trace(_decode_trace(self.reads, run.model))
         if self.whole:
             with self.refuse_misfits(), torch.no_grad():
                 unfreeze_parameters(run, self.entries["parameters"].keys())
@@ -150,9 +150,8 @@ class RestoredState:
         vars(run.rate).update(_keep_known(reader.decode_value(self.entries["rate"]), vars(run.rate)))
         run.non_finite_guard.take_first_loss(reader.decode_value(self.entries.get("first")))
         vars(run.error_probe).update(_keep_known(reader.decode_value(self.entries["measuring"]), vars(run.error_probe)))
-        run.flushing = int(self.entries["flushing"])
-        if run.flushing:
-            run.rank.compressor = reader.decode_value(self.entries["compressor"])
+        if flushing := int(self.entries["flushing"]):
+            run.exchange_by(reader.decode_value(self.entries["compressor"]), flushing)
         run.rank.lr = float(self.entries["lr"])
         same = _restore_data(run, reader.decode_value(self.entries["data"]))
         if not same:

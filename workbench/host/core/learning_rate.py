@@ -37,6 +37,10 @@ class Rate:
         if (compute_rate_factor(was), was.lr_warmup) != (compute_rate_factor(wanted), wanted.lr_warmup):
             self.first, self.begun = self.compute_factor(was, step), step
 
+    def go_back(self, step: int) -> None:
+        """Lets the factor rise from `step` if it began later, which is undone."""
+        self.begun = min(self.begun, step)
+
     def compute_rate(self, run: RankView, step: int | None = None) -> float:
         """Returns the learning rate of `step`; by default the present one."""
         e, step = run.experiment, run.rank.step if step is None else step

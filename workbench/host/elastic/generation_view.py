@@ -55,4 +55,4 @@ class GenerationView(ChangeView, PolicyView, Protocol):
         """Drops this rank's part of the model. Seeds the random numbers."""
 
     def reallocate_state(self) -> None:
-        """Puts the whole model into buckets again, and makes its optimizer."""
+        """Puts the whole model into buckets again, and makes its optimizer. Then no replica is spread."""

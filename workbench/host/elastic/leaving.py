@@ -22,7 +22,7 @@ from workbench.host.placement import unmaterialized
 from workbench.host.placement.move_state import State
 from workbench.host.transfer import handover
 from workbench.host.transfer.boundary import Boundary, copy_boundary, make_boundary
-from workbench.rank import Memory, Rank
+from workbench.rank import Rank
 from workbench.tasks import at_rate
 
 RequestState = tuple[list[dict[str, Any]], Done, bool, int]  # as in RankReport
@@ -142,7 +142,7 @@ def _load_state(run: RankView, state: State) -> None:
 
 def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> None:
     """Hands down `before`, the same rank in the previous generation."""
-    rank.memory = before.rank.memory.copied()
+    rank.memory.copy_from(before.rank.memory)
     replan_changes(before, to.changes)
     if (salvaged := to.came.salvaged) is None:
         if rank.id in to.came.trained:
@@ -151,7 +151,7 @@ def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> N
     found = _find_boundary(before, salvaged, rank.id)
     own = None if found is None else copy_boundary(found)
     before.carried = before.carried._replace(bounds=() if own is None else (own,))
-    rank.memory = Memory(rank.memory.seed)
+    rank.memory.begin_anew()
     if own is not None:  # even if it had slices
         rank.memory.buffers.update(own.widen_memory(before.model, before.experiment.compressor))
     _allocate_model(before, to.experiment, to.came.step)
@@ -180,19 +180,16 @@ def _count_ranks_behind(run: RankView, came: Membership) -> None:
 
 def _adopt_settings(run: GenerationView, e: Experiment, step: int) -> None:
     was = run.experiment
-    run.rate.change_factor(was, e, step)
     if e.bucket_mb != was.bucket_mb:
         run.resize_own_buckets(e.bucket_mb)
     if e.optimizer != was.optimizer:
         run.use_optimizer(run.make_optimizer(e))
-    run.experiment = e
+    run.adopt_settings(e, step)
 
 
 def _allocate_model(run: GenerationView, e: Experiment, step: int) -> None:
-    was = run.experiment
-    run.rate.change_factor(was, e, run.rank.step)
-    run.rate.begun = min(run.rate.begun, step)
-    run.experiment = e
+    run.adopt_settings(e, run.rank.step)
+    run.rate.go_back(step)
     run.release_state(find_random_seed(e, run.rank.id, step))
     for p in run.model.parameters():
         if p.requires_grad and not p.is_meta:
@@ -200,7 +197,6 @@ def _allocate_model(run: GenerationView, e: Experiment, step: int) -> None:
             like = unmaterialized.read_data(p)
             unmaterialized.make_present(p)
             sliced.set_slice(p, torch.zeros(shape, dtype=like.dtype, device=like.device), shape)
-    run.spread = None
     run.reallocate_state()
 
 

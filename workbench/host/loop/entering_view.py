@@ -38,6 +38,9 @@ class EnteringView(ChangeView, Protocol):
 
     async def agree_on_order(self, names: list[str]) -> list[str]: ...
 
+    def take_carried(self) -> CarriedState:
+        """As in RankLoop."""
+
     async def confirm_formed(self) -> None:
         """Waits until every rank holds the full state. If one does not, no generation forms."""
 

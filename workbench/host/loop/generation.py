@@ -39,7 +39,7 @@ async def train_in_generation(run: EnteringView, came: Membership) -> None:
     await split_state(run, ahead=came.salvaged is not None)
     if run.experiment.strategy.has_outer and run.experiment.partition.size == 1:
         await broadcast_momentum(run, run.carried.outer, min(came.furthest))
-    run.carried = CarriedState()
+    run.take_carried()
     await run.confirm_formed()
     run.set_phase("running")
     await run.run_steps()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from workbench.compressors import Compressor
 from workbench.experiment import Experiment
 from workbench.host.checkpoint.checkpointer import Checkpointer, CheckpointEvent
 from workbench.host.core.change_queue import ChangeQueue
@@ -104,6 +105,21 @@ class RankLoop(ABC):
     def take_carried(self) -> CarriedState:
         carried, self.carried = self.carried, CarriedState()
         return carried
+
+    def adopt_settings(self, wanted: Experiment, step: int) -> None:
+        """Trains with other settings from now on. A different rate factor begins before `step`."""
+        self.rate.change_factor(self.experiment, wanted, step)
+        self.experiment = wanted
+
+    def exchange_by(self, compressor: Compressor, flushing: int = 0) -> None:
+        """Exchanges by `compressor` from now on; flushing: the next steps that send an unused residual"""
+        self.rank.compressor, self.flushing = compressor, flushing
+
+    def record_answer(self, by: int, name: str, detail: dict[str, Json]) -> None:
+        """Keeps a request's answer. All ranks do, because rank `by`, which records it, may be lost."""
+        self.answer = RequestAnswer(name, self.rank.step, self.now, detail)
+        if self.rank.id == by:
+            self.mark(name, detail)
 
     async def train_from_start(self) -> None:
         await self.place_state()
@@ -228,7 +244,7 @@ class RankLoop(ABC):
             if self.has_new_order:
                 await reorder_buckets(self, await self.learn_order())
             self.rank.step += made
-        self.policy_runner.steps += 1
+        self.policy_runner.count_step()
         self.note_steps(made)
 
     def _note_examples(self, count: int) -> None:

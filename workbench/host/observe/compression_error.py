@@ -6,14 +6,17 @@ records the Samples "compression_error", "compression_cosine" and "residual_rati
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 from workbench.compressors._gain import Gain, feeds, gains
 from workbench.compressors._measured import Measured, lossy
 from workbench.experiment import Experiment
 from workbench.host.observe.measuring_view import MeasuringView
-from workbench.rank import Op
+from workbench.rank import Op, Rank
+
+S = TypeVar("S", Gain, Measured)  # a compressor's stand-in
 
 
 class CompressionErrorProbe:
@@ -36,11 +39,8 @@ class CompressionErrorProbe:
     async def _run_measured(self, run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
         rank = run.rank
         due = rank.step - self.last >= run.experiment.measure_every and not self.rests
-        stand_in = rank.compressor = Measured(rank.compressor, due)
-        try:
+        with _exchange_by(rank, Measured(rank.compressor, due)) as stand_in:
             made = await step
-        finally:
-            rank.compressor = stand_in.of
         if not stand_in.used:
             return made
         self.rests = due
@@ -51,14 +51,21 @@ class CompressionErrorProbe:
         return made
 
 
+@contextmanager
+def _exchange_by(rank: Rank, stand_in: S) -> Iterator[S]:
+    """Inside, `rank` exchanges by `stand_in`."""
+    of, rank.compressor = rank.compressor, stand_in
+    try:
+        yield stand_in
+    finally:
+        rank.compressor = of
+
+
 async def _run_weighed(run: MeasuringView, step: Coroutine[Op, Any, int | None]) -> int | None:
     """Records for a policy how much of its gradient this rank sends."""
     rank = run.rank
-    stand_in = rank.compressor = Gain(rank.compressor, feeds(run.experiment.compressor))
-    try:
+    with _exchange_by(rank, Gain(rank.compressor, feeds(run.experiment.compressor))) as stand_in:
         made = await step
-    finally:
-        rank.compressor = stand_in.of
     for name, value in stand_in.found().items():
         run.sample(name, value)
     return made

@@ -164,6 +164,10 @@ class PolicyRunner:
         except KnobError:
             return change
 
+    def count_step(self) -> None:
+        """Counts a step since the last decision."""
+        self.steps += 1
+
     def _drop_values(self) -> None:
         self.steps, self._noted = 0, {}
 

@@ -145,6 +145,10 @@ class Unsharder:
         self.sharded = self.learning = False
         self._run.memory_account.note_held(None)
 
+    def adopt_trace(self, trace: AccessTrace) -> None:
+        """Before shards are cut: takes over the reads of a step of an earlier run."""
+        self.trial, self._plans = trace, (None, {})
+
     async def forget_trace(self) -> None:
         """Between steps: a step may read other parameters from now on."""
         self.trial, self._plans = None, (None, {})
@@ -173,7 +177,7 @@ class Unsharder:
 
     @contextmanager
     def run_pass(self, phase: str) -> Iterator[None]:
-        self.phase = self._run.rank.phase = phase
+        self._enter_phase(phase)
         if phase == "forward" and self.sharded and self._ask is not None:
             self._queue, self._strays = self._list_gather_order(), False
         try:
@@ -181,7 +185,10 @@ class Unsharder:
                 yield
         finally:
             self._queue = None
-            self.phase = self._run.rank.phase = ""
+            self._enter_phase("")
+
+    def _enter_phase(self, phase: str) -> None:
+        self.phase = self._run.rank.phase = phase
 
     def _listen_to_pass(self, phase: str) -> AbstractContextManager[None]:
         if self.learning and self._listens and phase != "evaluation":

@@ -21,7 +21,7 @@ WARN_RATIO = 3.0  # of the gradient's length, for a warning
 
 def start_compressor(run: ChangeView) -> None:
     """Sets the experiment's compressor."""
-    run.rank.compressor, run.flushing = run.experiment.compressor, 0
+    run.exchange_by(run.experiment.compressor)
 
 
 async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment, foreign: bool = False) -> None:
@@ -47,8 +47,8 @@ async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment
     others = [c for c in (*inside(present), *inside(was.compressor)) if c.residual not in kept]
     whole: Compressor = Dense()
     if others:
-        run.rank.compressor = whole = others[0].whole()
-        run.flushing = 1
+        whole = others[0].whole()
+        run.exchange_by(whole, flushing=1)
     if has_error_feedback(wanted.compressor):
         return None if others else run.rank.memory.drop(Leaving.asked)
     if not steps and left is not None:
@@ -68,8 +68,7 @@ async def change_compressor(run: ChangeView, was: Experiment, wanted: Experiment
 
 
 def _plan_sending(run: ChangeView, steps: int, whole: Compressor) -> None:
-    run.flushing = steps
-    run.rank.compressor = Leaving(share=1.0 / steps, of=whole) if steps else run.experiment.compressor
+    run.exchange_by(Leaving(share=1.0 / steps, of=whole) if steps else run.experiment.compressor, steps)
 
 
 async def count_flush_step(run: ChangeView) -> None:

@@ -149,6 +149,7 @@ class Reconfigurable(RankLoop):
         self.body.release_state(self.experiment, seed)
 
     def reallocate_state(self) -> None:
+        self.spread = None
         self.body.reallocate_state(self.experiment)
 
     def use_optimizer(self, optimizer: Any) -> None:
