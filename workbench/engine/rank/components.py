@@ -37,6 +37,7 @@ from workbench.fabric.load import crashed, pauses
 from workbench.host.checkpoint.checkpointer import Checkpointer
 from workbench.host.checkpoint.divergence import DivergenceRecovery
 from workbench.host.core.change_queue import ChangeQueue
+from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.elastic.rollback import Rollback
 from workbench.host.loop.rank_loop import RankLoop
 from workbench.host.memory.batches import BatchReader, Chance, Numbers, make_example, numbers
@@ -307,7 +308,9 @@ class RankComponents(RankLoop):
 
     def refuse_request(self, refusal: dict[str, Json]) -> None:
         """Answers the present request with a refusal, which rank 0 records."""
-        self.record_answer(0, "refused", refusal)
+        self.answer = RequestAnswer("refused", self.rank.step, self.now, refusal)
+        if self.rank.id == 0:
+            self.mark("refused", refusal)
 
     def set_fabric(self, was: Experiment | None, wanted: Experiment) -> None:
         """A new fault may halt its rank for a while, or end it."""
@@ -330,8 +333,7 @@ class RankComponents(RankLoop):
         self.host.take_part(None, seed)
 
     def reallocate_state(self) -> None:
-        self.spread = None
-        self.layout = ParameterLayout(self.model, self.experiment.bucket_mb)
+        self.spread, self.layout = None, ParameterLayout(self.model, self.experiment.bucket_mb)
         self.optimizer = self.make_optimizer(self.experiment)
         at_rate(self.optimizer, self.rank.lr)
 

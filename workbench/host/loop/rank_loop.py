@@ -115,12 +115,6 @@ class RankLoop(ABC):
         """Exchanges by `compressor` from now on; flushing: the next steps that send an unused residual"""
         self.rank.compressor, self.flushing = compressor, flushing
 
-    def record_answer(self, by: int, name: str, detail: dict[str, Json]) -> None:
-        """Keeps a request's answer. All ranks do, because rank `by`, which records it, may be lost."""
-        self.answer = RequestAnswer(name, self.rank.step, self.now, detail)
-        if self.rank.id == by:
-            self.mark(name, detail)
-
     async def train_from_start(self) -> None:
         await self.place_state()
         await self.checkpointer.restore_state()
@@ -235,8 +229,6 @@ class RankLoop(ABC):
             self.memory_account.end_step()
             self._note_examples((self.drawn_batches - before) * self.experiment.batch)
             if self.flushing and self.has_met:
-                if self.experiment.strategy.in_flight:
-                    await self.experiment.strategy.drain(self.rank.replicas, self.state)
                 await residual.count_flush_step(self)
             if self.unsharder.learning:
                 await self.unsharder.learn_trace(self.access_trace)

@@ -37,11 +37,14 @@ class _OpenBatch:
         self.grad: Tensor | None = None
         self.loss: Tensor | None = None
 
-    def end_piece(self, made: Any, last: bool) -> object:
-        """Keeps the output of a piece of the forward; after the last one, only the loss. Returns the batch."""
-        batch, self.made = self.batch, made
-        if last:
-            self.batch, self.made, self.loss = None, None, made.detach()
+    def end_piece(self, made: object) -> object:
+        """Keeps the output of a piece of the forward. Returns the batch."""
+        self.made = made
+        return self.batch
+
+    def end_forward(self, loss: Tensor) -> object:
+        """Keeps only the loss. Returns the batch."""
+        batch, self.batch, self.made, self.loss = self.batch, None, None, loss.detach()
         return batch
 
     def end_backward(self, entry: Tensor | None) -> None:
@@ -110,9 +113,9 @@ class PiecewisePass:
         if falls:
             risen.graphs.append((get_gradient_edge(made) if made.requires_grad else None, entry))
             made = made.detach()
-        batch = risen.end_piece(made, last=piece == of - 1)
         if piece < of - 1:
-            return batch, None
+            return risen.end_piece(made), None
+        batch = risen.end_forward(made)
         if not falls:
             del self._risen[micro]
         return batch, made

@@ -183,8 +183,8 @@ def step_apart(
     return {**state, **stepped}
 
 
-def copy_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
-    """Returns an optimizer of these `groups`, without state. torch's copy loses a user class's attributes."""
+def copy_optimizer(optimizer: Optimizer, groups: Settings) -> Optimizer:
+    """Returns an optimizer without state. groups: with parameters. torch's copy loses a user class's attributes."""
     other = object.__new__(type(optimizer))
     other.__dict__.update({name: x for name, x in optimizer.__dict__.items() if name != "step"})  # schedulers patch it
     other.state, other.param_groups = defaultdict(dict), groups

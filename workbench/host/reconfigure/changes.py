@@ -16,6 +16,7 @@ from workbench.fabric import Fabric
 from workbench.fabric.load import idle
 from workbench.host.core.data_positions import count_used_up
 from workbench.host.core.dropped_state import list_state_names, report_dropped_state
+from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.passes.checkpointing import list_units
 from workbench.host.passes.pipelining import drain_pipeline
 from workbench.host.passes.recomputing import find_recomputed
@@ -53,12 +54,12 @@ async def execute_change(run: ChangeView, change: Change) -> bool:
     if wanted is None or any(refusing):
         first = refusing.index(1)
         reason = reason or f"rank {run.rank.number(first)} cannot make it, for a reason that it did not report"
-        run.record_answer(first, "refused", _describe_refusal(change, reason))
+        _record_answer(run, first, "refused", _describe_refusal(change, reason))
         return False
     began, sent = run.now, run.sent_bytes
     await apply_experiment(run, wanted)
     nbytes, seconds = sum(await run.gather(run.sent_bytes - sent)), run.now - began
-    run.record_answer(0, "change", {**change.plain(), "text": change.text, "nbytes": nbytes, "seconds": seconds})
+    _record_answer(run, 0, "change", {**change.plain(), "text": change.text, "nbytes": nbytes, "seconds": seconds})
     return True
 
 
@@ -83,6 +84,13 @@ async def find_refused_change(run: PolicyView, together: Sequence[Change]) -> Ch
 
 def _describe_refusal(change: Change, reason: str) -> dict[str, Json]:
     return {**change.plain(), **({"why": change.reason} if change.by else {}), "reason": reason}
+
+
+def _record_answer(run: ChangeView, by: int, name: str, detail: dict[str, Json]) -> None:
+    """All ranks keep the answer, because rank `by` may be lost."""
+    run.answer = RequestAnswer(name, run.rank.step, run.now, detail)
+    if run.rank.id == by:
+        run.mark(name, detail)
 
 
 def _require_ready(run: ChangeView, wanted: Experiment) -> Experiment:

@@ -13,6 +13,7 @@ from workbench.experiment import Experiment
 from workbench.host.core.data_positions import ReaderView
 from workbench.host.core.learning_rate import Rate
 from workbench.host.core.rank_view import RankView
+from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.passes.in_flight import InFlight
 from workbench.host.placement.replica_spread import ReplicaSpread
@@ -22,7 +23,6 @@ from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.transfer.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
-    from workbench.settings import Json
     from workbench.strategies import Strategy
 
 
@@ -30,10 +30,12 @@ class ChangeView(RankView, Protocol):
     """A rank whose state moves because settings or ranks change.
 
     flushing:   uncompressed steps left, which send an unused residual
+    answer:     as in RankLoop
     sent_bytes: bytes sent over its links
     """
 
     experiment: Experiment
+    answer: RequestAnswer | None
 
     @property
     def flushing(self) -> int: ...
@@ -48,9 +50,6 @@ class ChangeView(RankView, Protocol):
         """As in RankLoop."""
 
     def exchange_by(self, compressor: Compressor, flushing: int = 0) -> None:
-        """As in RankLoop."""
-
-    def record_answer(self, by: int, name: str, detail: dict[str, Json]) -> None:
         """As in RankLoop."""
 
     def make_optimizer(self, wanted: Experiment, params: list[nn.Parameter] | None = None) -> Optimizer:

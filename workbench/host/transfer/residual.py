@@ -73,6 +73,8 @@ def _plan_sending(run: ChangeView, steps: int, whole: Compressor) -> None:
 
 async def count_flush_step(run: ChangeView) -> None:
     """Counts a step that has sent its share. The new compressor takes over after the last one."""
+    if run.experiment.strategy.in_flight:
+        await run.experiment.strategy.drain(run.rank.replicas, run.state)
     sent = run.rank.compressor
     if isinstance(sent, Leaving):
         _mark_sent(run)
