@@ -41,11 +41,11 @@ class Op:
 
     __slots__ = ("args", "group", "measures", "verb")
 
-    def __init__(self, verb: str, *args: Any) -> None:
+    def __init__(self, verb: str, *args: Any, group: Group | None = None) -> None:
         self.verb = verb
         self.args = args
         self.measures = False
-        self.group: Group | None = None
+        self.group = group
 
     def __await__(self) -> Generator[Op, Any, Any]:
         return (yield self)
@@ -59,10 +59,11 @@ class Handle:
 
     __slots__ = ("_state", "lane", "name")
 
-    def __init__(self, name: str, lane: str) -> None:
+    def __init__(self, name: str, lane: str, state: Any = None) -> None:
+        """state: the host's own"""
         self.name = name
         self.lane = lane
-        self._state: Any = None  # the host's own
+        self._state = state
 
 
 class Forward:
@@ -81,6 +82,14 @@ class Forward:
         self.loss: Any = None
         self._state: Any = None  # the host's own
         self._begun = False
+
+    def note_begun(self, state: Any) -> None:
+        """For the host: it delivers the parameters bucket by bucket. state: the host's own"""
+        self._state = state
+
+    def note_ended(self, loss: Any) -> None:
+        """For the host: the pass is over."""
+        self.loss, self._state = loss, None
 
     def __await__(self) -> Generator[Op, Any, Any]:
         if not self._begun:

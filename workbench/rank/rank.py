@@ -42,7 +42,7 @@ class Rank(Data, Pieces, Elsewhere):
     """
 
     def __init__(self, index: int, size: int, seed: int = 0, *, step: int = 0, lr: float = 0.0,
-                 members: tuple[int, ...] = ()) -> None:  # fmt: skip
+                 members: tuple[int, ...] = (), density: float | None = None) -> None:  # fmt: skip
         self.id = self.index = index
         self.size = size
         self.members = members
@@ -54,7 +54,7 @@ class Rank(Data, Pieces, Elsewhere):
         self.step, self.lr, self.clip = step, lr, 0.0
         self.rated: Callable[[int], None] = lambda step: None
         self.compressor: Any = None
-        self.density = 0.01
+        self.density = density or 0.01
         self.memory = Memory(seed * 100_003 + index)
         self.tables: tuple[str, ...] = ()
         self.phase = ""

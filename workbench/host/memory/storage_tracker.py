@@ -31,7 +31,7 @@ class StorageTracker(TorchDispatchMode):
     sizes: whether tensors may have no values; a number read out of one is then zero
     at:    the rank that makes the calls; None: every rank makes them and has the result
     aside: whether new storages are ignored
-    read:  without values: whether the values would have decided a call's result or its size
+    read:  without values: whether the values would have decided a call's result or its size, since `measure_apart`
     most:  peak bytes by rank
     rises: called whenever a peak grows
     """
@@ -73,6 +73,15 @@ class StorageTracker(TorchDispatchMode):
         finally:
             self.aside = was
 
+    @contextmanager
+    def count_for(self, rank: int) -> Iterator[None]:
+        """Inside, `rank` makes the calls."""
+        self.at = rank
+        try:
+            yield
+        finally:
+            self.at = None
+
     def count_tensor(self, x: Tensor, rank: int | None = None) -> None:
         """Counts a tensor until it is freed. rank: None: the ranks that compute now"""
         storage, rank = get_storage(x), self.at if rank is None else rank
@@ -98,6 +107,7 @@ class StorageTracker(TorchDispatchMode):
     def measure_apart(self) -> Iterator[list[int]]:
         """Yields a list; on exit it receives the peak bytes beyond those before, by rank."""
         self._subtract_freed()
+        self.read = False
         before, most, beyond = list(self._now), self.most, list[int]()
         self.most = list(before)
         yield beyond

@@ -65,6 +65,10 @@ class ParameterUsage:
         self.unfrozen, self._is_whole = {}, whole
         self._trained = [place for place in layout.order if place.param.requires_grad]
 
+    def begin_listening(self) -> None:
+        """Notes that an exchanged backward runs, until the strategy has all buckets."""
+        self.listening = True
+
     def note_backward(self, step: int) -> None:
         """Notes that an exchanged backward of `step` is over, so that the ranks can agree."""
         self.step = step

@@ -177,7 +177,7 @@ class Unsharder:
 
     @contextmanager
     def run_pass(self, phase: str) -> Iterator[None]:
-        self._enter_phase(phase)
+        self.enter_phase(phase)
         if phase == "forward" and self.sharded and self._ask is not None:
             self._queue, self._strays = self._list_gather_order(), False
         try:
@@ -185,9 +185,9 @@ class Unsharder:
                 yield
         finally:
             self._queue = None
-            self._enter_phase("")
+            self.enter_phase("")
 
-    def _enter_phase(self, phase: str) -> None:
+    def enter_phase(self, phase: str) -> None:
         self.phase = self._run.rank.phase = phase
 
     def _listen_to_pass(self, phase: str) -> AbstractContextManager[None]:

@@ -28,10 +28,9 @@ class BackgroundRounds:
         self._until = self.host.clock.now + rest
         if not self._is_new:
             self._resting = fiber
-            fiber.on = "the step to move on"
             if rest:
                 self.host.clock.resume_at(self._until, self)
-            return PARKED
+            return fiber.park("the step to move on")
         return self._answer_round(fiber)
 
     def note_step(self) -> None:
@@ -44,6 +43,9 @@ class BackgroundRounds:
     def note_idle(self) -> None:
         self.is_idle = True
         self._wake_background()
+
+    def note_busy(self) -> None:
+        self.is_idle = False
 
     @property
     def newest_step(self) -> int:
@@ -60,13 +62,13 @@ class BackgroundRounds:
     def _wake_background(self) -> None:
         if self._resting is not None and self._is_new:
             resting, self._resting = self._resting, None
-            resting.on = None
             step = self._answer_round(resting)
             if step is not PARKED:
-                self.host.clock.resume_at(self.host.clock.now, resting, step)
+                resting.wake_at(self.host.clock.now, step)
 
     def _answer_round(self, fiber: Fiber) -> Any:
-        self._seen, fiber.step = self._steps, self.host.rank.step
+        self._seen = self._steps
+        fiber.enter_step()
         if not self._alone:
             return self.host.world.answer_round(fiber, self._group)
         replay = self.host.world.replay

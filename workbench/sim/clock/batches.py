@@ -26,7 +26,7 @@ class BatchPerformer:
 class BatchOutline:
     """RankSizes' batches, which have no contents."""
 
-    examples: Callable[[], int] = int  # per batch; the session sets it
+    examples: Callable[[], int] = int  # per batch
     taken_batches = 0  # batches so far
     whole: Any
 

@@ -92,7 +92,7 @@ class Collective:
             sent = (lengths.sum(1) - lengths.diagonal())[self._list_positions()] * self.x[0].element_size()
         world.record.add_block(lane, self.name, self.steps, asked, t0, end, sent, ranks)
         for r, nbytes in zip(self.here, iterate_numbers(sent), strict=False):
-            world.hosts[r].sent_bytes += nbytes
+            world.hosts[r].count_sent(nbytes)
         world.clock.resume_at(end, self)
 
     def resume(self, _: Any) -> None:
@@ -102,10 +102,9 @@ class Collective:
         results = self._compute_results()
         now = self.world.clock.now
         for fiber, value in zip(self.fibers, results, strict=True):
-            fiber.resumed = now
             if not isinstance(fiber, ChildFiber):  # a background's buffers; a child returns its own when it ends
                 fiber.host.memory_account.buffers.note_end(fiber)
-            fiber.resume(value)
+            fiber.answer(value, now)
 
     def _compute_results(self) -> list[Any]:
         verb, x, p = self.op.verb, self.x, self.p

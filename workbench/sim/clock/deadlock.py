@@ -70,7 +70,7 @@ def explain_standstill(world: Any) -> str:
         return noted
 
     for host in world.hosts:
-        host.verbs = {verb: noting(verb, do) for verb, do in host.verbs.items()}
+        host.wrap_verbs(noting)
     world.clock.run_events(OBSERVED_EVENTS)
     world.mail.release_receiver()
     lines = [line for line, _ in asked.most_common(MAX_LISTED_RANKS)]

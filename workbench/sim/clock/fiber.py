@@ -38,6 +38,12 @@ class MeetingView(Protocol):
     def add_rank(self, fiber: Fiber, op: Op) -> None: ...
 
 
+class Waiter(Protocol):
+    """Waits for the result of a fiber inside it."""
+
+    def answer(self, value: Any, now: float) -> None: ...
+
+
 class WorldView(Protocol):
     """The simulated world of fibers and lanes. open: collectives under way, by lane"""
 
@@ -58,8 +64,8 @@ class WorldView(Protocol):
 class RankState(Protocol):
     """The state of a virtual rank."""
 
-    sent_bytes: int
-
+    @property
+    def sent_bytes(self) -> int: ...
     @property
     def index(self) -> int: ...
     @property
@@ -76,6 +82,8 @@ class RankState(Protocol):
     def usage(self) -> ParameterUsage: ...
     @property
     def leaving(self) -> bool: ...
+
+    def count_sent(self, nbytes: int) -> None: ...
 
 
 class HostView(RankState, Protocol):
@@ -101,30 +109,18 @@ class HostView(RankState, Protocol):
 class Fiber:
     """A coroutine under way."""
 
-    __slots__ = (
-        "coro",
-        "done",
-        "host",
-        "lane",
-        "name",
-        "on",
-        "origin",
-        "passing",
-        "resumed",
-        "since",
-        "step",
-        "value",
-        "waiter",
-    )
+    __slots__ = ("coro", "done", "host", "lane", "name", "on", "origin", "passing", "resumed", "since", "step", "value",
+                 "waiter")  # fmt: skip
 
-    def __init__(self, host: HostView, coro: Coroutine[Op, Any, Any], name: str, origin: str = "") -> None:
+    def __init__(self, host: HostView, coro: Coroutine[Op, Any, Any], name: str, origin: str = "",
+                 waiter: Waiter | None = None, lane: Lane | None = None) -> None:  # fmt: skip
+        """waiter: gets the result; lane: None for a step"""
         self.host, self.coro, self.name, self.origin = host, coro, name, origin
         self.resumed = host.clock.now
         self.step = host.rank.step
-        self.lane: Lane | None = None  # None for a step
+        self.lane, self.waiter = lane, waiter
         self.done = False
         self.value: Any = None
-        self.waiter: Fiber | None = None
         self.since = 0.0  # when the waiter began to wait
         self.on: Any = None  # its wait, to explain a deadlock
         self.passing: Any = None  # the pass over buckets that it iterates
@@ -149,6 +145,39 @@ class Fiber:
             raise
         self.end(value)
 
+    def park(self, on: Any) -> Any:
+        """Lets this fiber wait on an object until another part of the simulator resumes it. Returns PARKED."""
+        self.on = on
+        return PARKED
+
+    def wake(self, value: Any = None) -> None:
+        """Ends a wait now."""
+        self.on = None
+        self.resume(value)
+
+    def wake_at(self, t: float, value: Any = None) -> None:
+        """Ends a wait at time `t`."""
+        self.on = None
+        self.host.clock.resume_at(t, self, value)
+
+    def answer(self, value: Any, now: float) -> None:
+        """Answers a request now; the next request counts from here."""
+        self.resumed = now
+        self.resume(value)
+
+    def answer_at(self, t: float, value: Any) -> None:
+        """Ends a wait with an answer at time `t`; the next request counts from there."""
+        self.resumed = t
+        self.wake_at(t, value)
+
+    def enter_step(self) -> None:
+        """Goes on in the rank's present step, as a background does in each round."""
+        self.step = self.host.rank.step
+
+    def begin_pass(self, passing: Any) -> None:
+        """Begins to iterate over the buckets of a pass."""
+        self.passing = passing
+
     def _leave_loop(self) -> Op:
         """Ends the loop over buckets. Returns the coroutine's next request."""
         self.host.usage.note_handed_out(self.host.rank.step)
@@ -169,17 +198,26 @@ class ChildFiber(Fiber):
     """A child on its lane."""
 
     __slots__ = ("by", "number", "priority", "share")
+    waiter: Fiber | None
 
-    def __init__(
-        self, host: HostView, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int, share: float
-    ) -> None:
+    def __init__(self, host: HostView, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int,
+                 share: float, by: Any) -> None:  # fmt: skip
+        """by: optimizer settings at the start"""
         self.host, self.coro, self.name, self.origin, self.priority = host, coro, name, origin, priority
         self.share, self.number = share, 0
         self.resumed = host.clock.now
         self.step = host.rank.step
         self.done = False
         self.value = self.waiter = self.on = self.passing = None
-        self.by: Any = None  # optimizer settings at the start
+        self.by = by
+
+    def join_lane(self, lane: Lane, number: int) -> None:
+        self.lane, self.number = lane, number
+
+    def park_waiter(self, waiter: Fiber) -> Any:
+        """Lets a fiber wait for this child. Returns PARKED."""
+        self.waiter, self.since = waiter, self.host.clock.now
+        return waiter.park(self)
 
     def end(self, value: Any) -> None:
         self.done, self.value = True, value
@@ -191,8 +229,7 @@ class ChildFiber(Fiber):
             buffers.note_end(self)
             host, since = self.host, self.since
             host.record.span(host.index, host.rank.step, "wait", self.name, since, since, host.clock.now, 0)
-            waiter.on = None
-            waiter.resume(value)
+            waiter.wake(value)
 
 
 class CodedChildFiber(ChildFiber):
@@ -200,17 +237,9 @@ class CodedChildFiber(ChildFiber):
 
     __slots__ = ("measures", "nbytes", "op", "stretch")
 
-    def __init__(
-        self,
-        host: HostView,
-        coro: Coroutine[Op, Any, Any],
-        name: str,
-        origin: str,
-        priority: int,
-        share: float,
-        nbytes: int,
-    ) -> None:
-        super().__init__(host, coro, name, origin, priority, share)
+    def __init__(self, host: HostView, coro: Coroutine[Op, Any, Any], name: str, origin: str, priority: int,
+                 share: float, by: Any, nbytes: int) -> None:  # fmt: skip
+        super().__init__(host, coro, name, origin, priority, share, by)
         self.nbytes, self.stretch = nbytes, 0
         self.measures = False  # whether the last request was part of measuring; no codec work follows then
         self.op: Op | None = None
@@ -277,7 +306,7 @@ class Lane:
         self.started = self.begun = 0
 
     def queue_child(self, child: ChildFiber) -> None:
-        child.lane, child.number = self, self.started
+        child.join_lane(self, self.started)
         self.started += 1
         self.queue.append(child)
         self.begin_if_free()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from workbench.rank import StrategyError, message_name
-from workbench.sim.clock.fiber import PARKED, Fiber
+from workbench.sim.clock.fiber import Fiber
 from workbench.sim.clock.world_state import WorldState
 from workbench.sim.costs.even_ranks import SIMULATE_ALL
 
@@ -58,7 +58,7 @@ class Mailboxes:
         begins, left, comes = world.ports.price_message(now, fiber.host.experiment.fabric, source, to, nbytes)
         if to != source:
             fiber.host.span("comm", message_name("send", kind, to=to), now, begins, left, nbytes)
-            fiber.host.sent_bytes += nbytes
+            fiber.host.count_sent(nbytes)
         fiber.host.memory_account.buffers.note_message(tensor)
         data = tensor if tensor.is_meta else tensor.clone()
         world.clock.resume_at(comes, _Arrival(self, Message(source, to, kind, data)))
@@ -73,9 +73,8 @@ class Mailboxes:
             if wait.accepts_message(message):
                 come.remove(message)
                 return self._take_message(wait, message)
-        fiber.on = ("recv", kind, source)
         self.waiting.setdefault((index, kind), []).append(wait)
-        return PARKED
+        return fiber.park(("recv", kind, source))
 
     def deliver_message(self, message: Message) -> None:
         if self.world.missed:
@@ -84,8 +83,7 @@ class Mailboxes:
         for place, wait in enumerate(waiting):
             if wait.accepts_message(message):
                 del waiting[place]
-                wait.fiber.on = None
-                return wait.fiber.resume(self._take_message(wait, message))
+                return wait.fiber.wake(self._take_message(wait, message))
         self._come.setdefault((message.to, message.kind), deque()).append(message)
 
     def release_receiver(self) -> bool:
@@ -99,8 +97,7 @@ class Mailboxes:
                     del waiting[place]
                     if wait.replayed is not None and self.world.replay is not None:
                         self.world.replay.return_sender(index, kind, wait.replayed)
-                    wait.fiber.on = None
-                    wait.fiber.resume(None)
+                    wait.fiber.wake()
                     return True
         return False
 

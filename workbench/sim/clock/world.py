@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
+from workbench.experiment import Experiment
 from workbench.host.core.planned_event import Planned
 from workbench.host.elastic.reentry import Membership
 from workbench.host.loop.generation import train_in_generation
@@ -32,6 +33,8 @@ class VirtualWorld(WorldState):
 
     first:   number of simulated ranks; each stands for the ranks at its position in the other replicas
     members: by place, the rank's number in the run; now: when these ranks begin
+    mortal:  whether ranks may crash; keeper: takes the contents of a checkpoint; saved: by rank, the state to continue
+             from
     fallen:  places of crashed ranks; parted: new ranks and settings, if the ranks have met to let more ranks join
     """
 
@@ -46,9 +49,13 @@ class VirtualWorld(WorldState):
         first: int = 0,
         members: Sequence[int] = (),
         now: float = 0.0,
+        mortal: bool = False,
+        keeper: Any = None,
+        saved: Any = None,
     ) -> None:
         super().__init__(size, costs, seed, replay, first, members, now)
         self.planned, self.real = planned, real
+        self.mortal, self.keeper, self.saved = mortal, keeper, saved
         self.mail = Mailboxes(self)
         self.sessions: list[Any] = []
         self.lives: list[Fiber] = []
@@ -65,9 +72,6 @@ class VirtualWorld(WorldState):
         self.wanted = False  # whether a rank wants a meeting, because its model has unfrozen a parameter
         self._listening: list[Fiber] = []
         self._raised: dict[int, tuple[int, int]] = {}  # by rank, the step and the first bucket of its last hand
-        self.keeper: Any = None  # takes the contents of a checkpoint
-        self.saved: Any = None  # by rank, the state to continue from
-        self.mortal = False  # whether ranks may crash
         self.fallen: set[int] = set()
         self.stopped = False  # whether a rank ended the simulation
         self.parted: Any = None
@@ -82,7 +86,7 @@ class VirtualWorld(WorldState):
         self.lives += [
             Fiber(
                 s.host,
-                _count_ended(self, s.train_from_start() if came is None else train_in_generation(s, came)),
+                self._run_life(s.train_from_start() if came is None else train_in_generation(s, came)),
                 "step",
             )
             for s in sessions
@@ -93,6 +97,10 @@ class VirtualWorld(WorldState):
             self.stopped = True
             for session in sessions:
                 session.mark_stopped()
+
+    async def _run_life(self, life: Coroutine[Any, Any, None]) -> None:
+        await life
+        self.ended += 1
 
     @property
     def living_sessions(self) -> list[Any]:
@@ -159,7 +167,7 @@ class VirtualWorld(WorldState):
         """
         come = self._gathered.setdefault((what, group), {})
         come[fiber.host.index] = fiber, mine
-        fiber.on = what
+        fiber.park(what)
         here = self.list_simulated_ranks(group)
         if len(come) < len(here):
             return PARKED
@@ -168,9 +176,7 @@ class VirtualWorld(WorldState):
         answers = joint([come[r % self.first][1] for r in members])
         for r, answer in zip(members, answers, strict=True):
             if r < self.first:
-                one, _ = come[r]
-                one.on, one.resumed = None, self.clock.now + seconds
-                self.clock.resume_at(one.resumed, one, answer)
+                come[r][0].answer_at(self.clock.now + seconds, answer)
         return PARKED
 
     def broadcast_value(self, fiber: Fiber, what: str, mine: Any, group: Group | None = None) -> Any:
@@ -181,13 +187,11 @@ class VirtualWorld(WorldState):
         if index != self.list_simulated_ranks(group)[0]:
             if number < len(said):
                 return said[number]
-            fiber.on = what
             waiting.append(fiber)
-            return PARKED
+            return fiber.park(what)
         said.append(mine)
         for one in waiting:
-            one.on, one.resumed = None, self.clock.now
-            self.clock.resume_at(self.clock.now, one, mine)
+            one.answer_at(self.clock.now, mine)
         waiting.clear()
         return mine
 
@@ -216,6 +220,22 @@ class VirtualWorld(WorldState):
     def make_unused_flags(self, rank: int) -> UnusedFlags:
         return UnusedFlags(self._raised, rank)
 
+    def note_idle(self, rank: int, step: int) -> None:
+        """Notes that a rank has nothing to do until a meeting. Calls the last meeting if that holds for every rank."""
+        self.done.add(rank)
+        if len(self.done) == self.size:
+            self.over = True
+            self.call_meeting(step)
+
+    def begin_meeting(self, latest: int, due: int) -> None:
+        """Begins the meeting of all ranks. latest: their highest step; due: the planned changes due"""
+        self.latest, self.due, self.meets, self.wanted = latest, due, -1, False
+        self.done.clear()
+
+    def end_generation(self, new: Sequence[int], wanted: Experiment, used: int) -> None:
+        """Ends the generation, so that `new` ranks join under the settings `wanted`. used: examples so far"""
+        self.parted = new, wanted, used
+
     def request_meeting(self) -> None:
         self.wanted = True
         self._wake_listeners()
@@ -228,8 +248,7 @@ class VirtualWorld(WorldState):
     def _wake_listeners(self) -> None:
         listening, self._listening = self._listening, []
         for fiber in listening:
-            fiber.on = None
-            self.clock.resume_at(self.clock.now, fiber)
+            fiber.wake_at(self.clock.now)
 
 
 class UnusedFlags:
@@ -260,8 +279,3 @@ class TimedCall:
 
     def resume(self, _: Any) -> None:
         self._call()
-
-
-async def _count_ended(world: VirtualWorld, life: Coroutine[Any, Any, None]) -> None:
-    await life
-    world.ended += 1

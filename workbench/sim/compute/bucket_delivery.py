@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from workbench.host.passes.tensor_schedule import PlannedMeeting
 from workbench.rank import Op
-from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
+from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber, Waiter
 from workbench.sim.compute.bucket_pass import BucketPass
 from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.pass_timer import PassTimer
 
-MakeFiber = Callable[[Coroutine[Op, Any, Any], str], Fiber]  # (coroutine, origin) -> a fiber of this rank
+
+class MakeFiber(Protocol):
+    """Makes a fiber of this rank. waiter: gets its result"""
+
+    def __call__(self, coro: Coroutine[Op, Any, Any], origin: str, waiter: Waiter | None = None) -> Fiber: ...
 
 
 class BucketDelivery:
@@ -41,15 +44,14 @@ class BucketDelivery:
         index = passing.next
         if index == len(passing.shares):
             return self._timing.end_pass(fiber, passing)
-        passing.next = index + 1
-        reached = self._timing.reach_fraction(fiber, passing, passing.shares[index])
+        reached = self._timing.reach_fraction(fiber, passing, passing.shares[passing.take_next()])
         self._parts.clock.resume_at(reached, fiber, self._body.get_full_bucket(index))
         return PARKED
 
     def next_in_turn(self, takes: Fiber, passing: BucketPass) -> Any:
         """Answers `takes` with the next full bucket. After the last, resumes the fiber that waits for the pass."""
-        takes.on = inner = self.make_fiber(self.next_full(passing), takes.origin)
-        inner.waiter = _BucketTurn(takes, passing)  # type: ignore[assignment]
+        inner = self.make_fiber(self.next_full(passing), takes.origin, _BucketTurn(takes, passing))
+        takes.park(inner)
         inner.resume(None)
         return PARKED
 
@@ -57,7 +59,7 @@ class BucketDelivery:
         """Returns the next full bucket in a pass of sharded or sliced parameters, or PASS_OVER."""
         reading, events = self._unsharder, passing.events
         assert events is not None
-        reading.phase = self._rank.phase = passing.phase
+        reading.enter_phase(passing.phase)
         while events:
             event = events.popleft()
             await Op("reach", passing, event.share)
@@ -73,12 +75,12 @@ class BucketDelivery:
         self._timing.record_stretch(passing)
         if passing.phase == "backward":
             await reading.reshard_all()
-        reading.phase = self._rank.phase = ""
+        reading.enter_phase("")
         return PASS_OVER
 
     async def pass_events(self, passing: BucketPass, events: Iterable[Any]) -> None:
         """Takes a pass to its end, without handing out buckets."""
-        passing.events = deque(events)
+        passing.follow_events(events)
         while await self.next_full(passing) is not PASS_OVER:
             pass
 
@@ -107,7 +109,7 @@ class _BucketTurn:
     def __init__(self, takes: Fiber, passing: BucketPass) -> None:
         self._takes, self._passing = takes, passing
 
-    def resume(self, value: Any) -> None:
+    def answer(self, value: Any, now: float) -> None:
         assert self._passing.then is not None
         fiber, came = self._passing.then
         self._takes.resume(value) if value is not PASS_OVER else fiber.resume(came)

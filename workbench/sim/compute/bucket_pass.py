@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -23,3 +24,27 @@ class BucketPass:
         self.next = 0
         self.events: deque[Any] | None = None
         self.then: tuple[Any, Any] | None = None
+
+    def follow_events(self, events: Iterable[Any]) -> None:
+        """Lets these events determine when buckets are full."""
+        self.events = deque(events)
+
+    def continue_after(self, fiber: Any, answer: Any) -> None:
+        """Lets `fiber` continue after this pass."""
+        self.then = fiber, answer
+
+    def take_next(self) -> int:
+        """Returns the number of the next bucket, and counts it."""
+        self.next += 1
+        return self.next - 1
+
+    def pause_until(self, t: float) -> None:
+        """Continues this pass at time `t`, after a pause since its last piece."""
+        self.began += t - self.last
+        self.since = t
+
+    def compute_until(self, share: float, delay: float) -> float:
+        """Computes up to a share of the pass, and returns when that is done. delay: extra seconds"""
+        self.began += delay
+        self.last = self.began + self.seconds * share
+        return self.last

@@ -18,7 +18,7 @@ from workbench.rank import Handle, Op, StrategyError, collective
 from workbench.sim.clock.background_rounds import BackgroundRounds
 from workbench.sim.clock.batches import BatchPerformer
 from workbench.sim.clock.collective import Collective
-from workbench.sim.clock.fiber import PARKED, ChildFiber, CodedChildFiber, Fiber, Lane
+from workbench.sim.clock.fiber import PARKED, ChildFiber, CodedChildFiber, Fiber, Lane, Waiter
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.model import ModelPerformer
@@ -124,6 +124,28 @@ class Host:
         }
         return core | self.tables.verbs | self._second_order.verbs
 
+    def wrap_verbs(self, wrap: Callable[[str, Callable[[Fiber, Op], Any]], Callable[[Fiber, Op], Any]]) -> None:
+        """Replaces what performs each verb. wrap: takes the verb and what performs it now"""
+        self.verbs = {verb: wrap(verb, do) for verb, do in self.verbs.items()}
+
+    def count_sent(self, nbytes: int) -> None:
+        self.sent_bytes += nbytes
+
+    def begin_step(self) -> None:
+        self.met = False
+
+    def begin_background(self) -> None:
+        self.leaving = False
+        self.rounds.note_busy()
+
+    def begin_leaving(self) -> None:
+        """Lets the background end, because this rank goes to a meeting."""
+        self.rounds.note_idle()
+        self.leaving = True
+
+    def end_leaving(self) -> None:
+        self.leaving = False
+
     def end_requests(self) -> None:
         """Ends each fiber at its next request, because the rank has crashed."""
         self.verbs = dict.fromkeys(self.verbs, _park_forever)
@@ -172,15 +194,14 @@ class Host:
         group = op.group
         everyone = group is None or group == self.rank.replicas.within or len(group) == self.size
         self.met = self.met or (everyone and lane not in OFFLOAD_LANES)
-        handle = Handle(name, lane)
+        by = self.offload.update_settings() if lane in OFFLOAD_LANES else None
+        if self._prices and (nbytes := self.body.cut.nbytes.get(name, 0)):
+            child: ChildFiber = CodedChildFiber(self, coro, name, fiber.origin, priority, share, by, nbytes)
+        else:
+            child = ChildFiber(self, coro, name, fiber.origin, priority, share, by)
+        handle = Handle(name, lane, child)
         if self.usage.listening and lane not in OFFLOAD_LANES:
             self.usage.note_last(handle)
-        if self._prices and (nbytes := self.body.cut.nbytes.get(name, 0)):
-            child: ChildFiber = CodedChildFiber(self, coro, name, fiber.origin, priority, share, nbytes)
-        else:
-            child = ChildFiber(self, coro, name, fiber.origin, priority, share)
-        handle._state = child
-        child.by = self.offload.update_settings() if lane in OFFLOAD_LANES else None
         name = fiber.origin + lane if fiber.origin else lane
         (self.lanes.get(name) or self.open_lane(name)).queue_child(child)
         return handle
@@ -198,9 +219,7 @@ class Host:
             raise StrategyError(f"{fiber.name} waits for {child.name} on its own lane, which can never begin")
         if child.waiter is not None:
             raise StrategyError(f"{child.name} is waited for twice: a handle is waited for once")
-        child.waiter, child.since = fiber, self.clock.now
-        fiber.on = child
-        return PARKED
+        return child.park_waiter(fiber)
 
     async def _wait_and_agree(self, handle: Handle) -> Any:
         """After a backward's last exchange, the ranks agree on the used parameters."""
@@ -216,8 +235,7 @@ class Host:
         lane = fiber.lane
         if lane is None:
             name = str(op.args[-1] or op.verb)
-            start = Op("start", _await_op(op), "comm", name, 0, 1.0)
-            start.group = op.group
+            start = Op("start", _await_op(op), "comm", name, 0, 1.0, group=op.group)
             handle = self._start_child(fiber, start)
             return self._await_child(fiber, Op("wait", handle))
         if (by := all_reduce.choose_algorithm(self.parts.experiment.fabric, self.size, op)) is not None:
@@ -254,13 +272,13 @@ class Host:
 
     def run_inner(self, fiber: Fiber, coro: Coroutine[Op, Any, Any]) -> Any:
         """Answers with the result of `coro`, whose requests count as the fiber's."""
-        fiber.on = inner = Fiber(self, coro, "step", fiber.origin)
-        inner.waiter, inner.lane = fiber, fiber.lane
+        inner = Fiber(self, coro, "step", fiber.origin, fiber, fiber.lane)
+        fiber.park(inner)
         inner.resume(None)
         return PARKED
 
-    def _make_fiber(self, coro: Coroutine[Op, Any, Any], origin: str) -> Fiber:
-        return Fiber(self, coro, "step", origin)
+    def _make_fiber(self, coro: Coroutine[Op, Any, Any], origin: str, waiter: Waiter | None = None) -> Fiber:
+        return Fiber(self, coro, "step", origin, waiter)
 
     def _stand_still(self, fiber: Fiber, op: Op) -> Any:
         self.clock.resume_at(self.clock.now + op.args[0], fiber, op.args[0])
@@ -276,7 +294,7 @@ class Host:
 
     def _park_fiber(self, fiber: Fiber, op: Op) -> Any:
         """Parks the fiber. op.args: (receiver of the fiber, reason)"""
-        fiber.on = op.args[1]
+        fiber.park(op.args[1])
         op.args[0](fiber)
         return PARKED
 

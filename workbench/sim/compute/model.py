@@ -6,7 +6,6 @@ The device is idle while the strategy waits.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -110,21 +109,23 @@ class ModelPerformer:
     def backward_buckets(self, fiber: Fiber, op: Op) -> Any:
         self._body.activate_worker(fiber.origin)
         grad, micro = op.args
-        self._usage.listening = self._parts.world.real
+        if self._parts.world.real:
+            self._usage.begin_listening()
         if self._body.piece is not None:
             return self._delivery.run_inner(fiber, self._pipeline.run_batch_through(grad, micro, fiber))
         self._submodel.require_awaited(True)
         if self._body.split is not None:
             return self._delivery.run_inner(fiber, self._tensor.joint_backward(fiber, grad, micro, True))
         self._body.run_backward(*op.args, True)
-        fiber.passing = self._timing.begin_pass(fiber, "backward", self._body.cut.ready)
+        passing = self._timing.begin_pass(fiber, "backward", self._body.cut.ready)
         if self._unsharder.sharded:
-            fiber.passing.events = deque(self._unsharder.list_events("backward"))
+            passing.follow_events(self._unsharder.list_events("backward"))
+        fiber.begin_pass(passing)
         return self._delivery.next_bucket(fiber, op)
 
     def forward_buckets(self, fiber: Fiber, op: Op) -> Any:
         (forward,) = op.args
-        forward._state = self._timing.begin_pass(fiber, "forward", self._body.cut.needed)
+        forward.note_begun(self._timing.begin_pass(fiber, "forward", self._body.cut.needed))
         return self.next_params(fiber, op)
 
     def next_params(self, fiber: Fiber, op: Op) -> Any:
@@ -134,9 +135,9 @@ class ModelPerformer:
             return PASS_OVER
         index = passing.next
         if index == len(passing.shares):
-            forward.loss, forward._state = self._body.run_forward(forward.x, forward.micro), None
+            forward.note_ended(self._body.run_forward(forward.x, forward.micro))
             return self._timing.end_pass(fiber, passing)
-        passing.next = index + 1
+        passing.take_next()
         params = self._body.list_params()
         self._clock.resume_at(
             self._timing.reach_fraction(fiber, passing, passing.shares[index]), fiber, params[len(params) - 1 - index]

@@ -125,10 +125,9 @@ class PassTimer:
             free = until
         if free > passing.last:
             self.record_stretch(passing)
-            passing.began += free - passing.last
-            passing.since = free
-        passing.began, self._hindered = passing.began + self._hindered, 0.0
-        last = passing.last = self.free[origin] = passing.began + passing.seconds * share
+            passing.pause_until(free)
+        delay, self._hindered = self._hindered, 0.0
+        last = self.free[origin] = passing.compute_until(share, delay)
         self.computes_until = passing.began + passing.seconds
         return last
 

@@ -106,9 +106,8 @@ class PipelinePerformer:
         came = backward()
         if takes is None:
             return self._timing.run_phase(fiber, "backward", came, part, name, chunk)
-        takes.passing = self._timing.begin_pass(
-            takes, "backward", self._body.list_ready_shares(chunk), part, name, chunk
-        )
-        takes.passing.then = fiber, came
+        passing = self._timing.begin_pass(takes, "backward", self._body.list_ready_shares(chunk), part, name, chunk)
+        passing.continue_after(fiber, came)
+        takes.begin_pass(passing)
         self._delivery.next_bucket(takes, op)
         return PARKED

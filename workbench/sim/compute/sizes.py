@@ -13,7 +13,10 @@ import torch
 
 from workbench.experiment import Experiment
 from workbench.host.memory import storages as memory
+from workbench.host.memory.memory_account import MemoryAccount
+from workbench.host.passes.in_flight import InFlight
 from workbench.host.passes.recomputing import find_recomputed
+from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.host.placement.canonical_state import create_optimizer_state
 from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.placement.replica_spread import ReplicaSpread
@@ -26,6 +29,7 @@ from workbench.sim.compute.offload import SizedOffload
 from workbench.sim.fake.shaped import make_shaped, shape_bucket
 from workbench.sim.model.known_memory import KeptBytes
 from workbench.sim.model.outline import Outline, StageOutline, compute_ready_shares
+from workbench.sim.model.session_parts import SessionParts
 from workbench.strategies.second_order.curvature import CurvatureOutline
 from workbench.tasks import Learner
 
@@ -44,15 +48,15 @@ class RankSizes(BatchOutline):
     """The state of one rank. See `ModelPortion` for common fields."""
 
     losses: tuple[()] = ()
-    memory_account: Any = None  # the session sets these two
-    unsharder: Any = None
+    memory_account: MemoryAccount  # these three belong to the session
+    micros_in_flight: InFlight
+    submodel: SubModelTraining
     share = 1.0
     again: tuple[float, ...] = (0.0,)
     fresh = False
     split: TensorSplit | None = None
     stage = (0, 1)
     common_params: Any = None
-    micros_in_flight: Any = None  # the host sets it
     spread: ReplicaSpread | None = None
     layers: Partition  # how the ranks of a stage compute its layers
 
@@ -74,6 +78,11 @@ class RankSizes(BatchOutline):
         self.going = 0  # the piece of the present backward
         self.away = SizedOffload(lambda: self.stepped)
         self.came: bool | None = None  # whether the present gradients are exchanged; None: no gradients
+
+    def begin_generation(self, parts: SessionParts) -> None:
+        """Uses the parts of a new session."""
+        self.memory_account, self.micros_in_flight = parts.memory_account, parts.micros_in_flight
+        self.submodel, self.examples = parts.submodel, lambda: parts.get_experiment().batch
 
     @property
     def layout(self) -> ParameterLayout:
@@ -168,6 +177,11 @@ class RankSizes(BatchOutline):
         for entry in [entry for entry in self._asked if entry[0] in micros]:
             del self._asked[entry]
             self.opened[entry[1]] -= 1
+
+    def take_fresh(self) -> bool:
+        """Returns whether a batch is the first with this spread. Call it once a batch."""
+        fresh, self.fresh = self.fresh, False
+        return fresh
 
     def draw_batch(self, x: Any) -> Any:
         self.taken_batches += 1

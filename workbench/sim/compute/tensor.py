@@ -7,8 +7,8 @@ the beginning of a backward, also with sizes only. On the engine it waits at the
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from workbench.host.passes import local_runner
@@ -39,9 +39,8 @@ class TensorPerformer:
     async def meet_before(self, batch: Any) -> None:
         """Checks that a replica's ranks read the same data. Refreshes shared parameters."""
         body = self._body
-        if body.fresh and self._rank.mesh.inside:
+        if body.take_fresh() and self._rank.mesh.inside:
             await require_same_batch(self._rank.inside, batch, body.layout.order[0].param.device)
-        body.fresh = False
         if body.split is not None and (self._stale or self._refreshed_at != self._rank.step):
             self._stale, self._refreshed_at = False, self._rank.step
             await refresh_common(self._rank.group("tensor"), body.common_params)
@@ -64,11 +63,9 @@ class TensorPerformer:
         passing = self._timing.begin_pass(fiber, "backward", [])
         if not exchanged:
             return await self._delivery.pass_events(passing, self._parts.pass_plans[0].meetings_of_phase("backward"))
-        passing.events = _merge_events(
-            self._parts.pass_plans[0].list_ready_shares(body.layout),
-            self._parts.pass_plans[0].meetings_of_phase("backward"),
-        )
-        fiber.passing = passing
+        plans = self._parts.pass_plans[0]
+        passing.follow_events(_merge_events(plans.list_ready_shares(body.layout), plans.meetings_of_phase("backward")))
+        fiber.begin_pass(passing)
         return await self._delivery.next_full(passing)
 
     async def joint_stage(self, what: str, compute: Callable[[], Any], passing: BucketPass, chunk: int) -> Any:
@@ -83,31 +80,24 @@ class TensorPerformer:
                          takes: Fiber) -> None:  # fmt: skip
         """Runs the last backward of a batch. `takes` gets its buckets, and `fiber` continues after them."""
         plans = self._parts.pass_plans[chunk]
-        passing.then = fiber, await self._compute_jointly(what, compute)
-        passing.events = _merge_events(plans.list_ready_shares(self._body.layout), plans.meetings_of_phase("backward"))
-        takes.passing = passing
+        passing.continue_after(fiber, await self._compute_jointly(what, compute))
+        ready = plans.list_ready_shares(self._body.layout)
+        passing.follow_events(_merge_events(ready, plans.meetings_of_phase("backward")))
+        takes.begin_pass(passing)
         self._delivery.next_in_turn(takes, passing)
 
     async def _compute_jointly(self, phase: str, compute: Callable[[], Any]) -> Any:
         """`compute` runs after the group's last rank has come."""
-        op = Op("together", phase, (self._body, compute), self._compute_for_ranks, 0.0)
-        op.group = self._rank.group("tensor").within
-        return await op
+        group = self._rank.group("tensor").within
+        return await Op("together", phase, (self._body, compute), self._compute_for_ranks, 0.0, group=group)
 
     def _compute_for_ranks(self, works: list[tuple[Any, Callable[[], Any]]]) -> list[Any]:
         if not self._parts.world.real:
             return [compute() for _, compute in works]
 
-        def work(body: Any, compute: Callable[[], Any]) -> local_runner.Work:
-            def pass_(ask: Any) -> Any:
-                body.ask = ask
-                return compute()
-
-            return pass_
-
-        return local_runner.run_together([work(body, compute) for body, compute in works])
+        return local_runner.run_together([partial(body.run_exchanging, compute=compute) for body, compute in works])
 
 
-def _merge_events(ready: list[float], meetings: list[PlannedMeeting]) -> deque[Any]:
+def _merge_events(ready: list[float], meetings: list[PlannedMeeting]) -> list[Any]:
     full = [PassEvent(share, "full", (index,)) for index, share in enumerate(ready)]
-    return deque(sorted([*full, *meetings], key=lambda event: event[0]))
+    return sorted([*full, *meetings], key=lambda event: event[0])

@@ -76,7 +76,6 @@ def _forward_once(
             made = torch.empty_like(like)
         count_arrived(made)
         return made
-    following.read = False
     with following.measure_apart() as beyond:
         made = forward(x)
     if type(made) is FakeTensor and not following.read and following.has_counted(made):
@@ -91,12 +90,11 @@ def _run_stages(following: StorageTracker, count: int, pieces: Sequence[Sequence
     """Runs the stages as `pipelining.evaluate_pipeline` does. Returns the last output."""
     x: Any = None
     for number, parts in enumerate(pieces):
-        following.at = number % count
-        if number:
-            count_arrived(x)
-            inputs, named = (x,), {}
-        x = run_parts(parts, *inputs, **named)
-    following.at = None
+        with following.count_for(number % count):
+            if number:
+                count_arrived(x)
+                inputs, named = (x,), {}
+            x = run_parts(parts, *inputs, **named)
     count_arrived(x)
     return x
 

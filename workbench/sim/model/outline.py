@@ -50,6 +50,10 @@ class BucketCut:
             before += bucket.data.numel()
         self.nbytes = {b.name: b.nbytes for b in self.params}
 
+    def note_arrival(self, arrival: list[str]) -> None:
+        """Notes the order of gradients that a backward has shown."""
+        self.ready = compute_ready_shares(self.layout, arrival)
+
 
 def compute_ready_shares(layout: ParameterLayout, arrival: list[str], there: Collection[str] = ()) -> list[float]:
     """Returns by bucket the share of gradient elements so far when it and all buckets before it are full.

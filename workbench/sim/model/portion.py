@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from workbench.experiment import Experiment
 from workbench.host.memory.batches import BatchReader
+from workbench.host.memory.memory_account import MemoryAccount
 from workbench.host.passes.checkpointing import CheckpointedUnits, list_units
 from workbench.host.passes.coded_exchange import Ask, MeetingKind
 from workbench.host.passes.in_flight import InFlight
@@ -39,13 +40,13 @@ class ModelPortion:
     """
 
     batches: BatchReader
-    micros_in_flight: InFlight  # the host sets it
+    micros_in_flight: InFlight
     cut: BucketCut
     layout: ParameterLayout
     learner: Learner
-    memory_account: Any
+    memory_account: MemoryAccount
     losses: list[float]
-    memory: Memory  # the session sets it
+    memory: Memory
     model: nn.Module
     spread: ReplicaSpread | None = None
     piece: StageModule | None = None
@@ -118,6 +119,16 @@ class ModelPortion:
 
     def _meet_group(self, meeting: MeetingKind, x: Tensor) -> Tensor:
         return self.ask(meeting, x)
+
+    def run_exchanging(self, ask: Ask, compute: Callable[[], Any]) -> Any:
+        """Runs a pass that exchanges tensors with the other slices by `ask`."""
+        self.ask = ask
+        return compute()
+
+    def take_fresh(self) -> bool:
+        """Returns whether a batch is the first with this spread. Call it once a batch."""
+        fresh, self.fresh = self.fresh, False
+        return fresh
 
     def draw_batch(self, x: Any) -> Any:
         return self.batches.next_batch() if x is None else x
@@ -219,6 +230,19 @@ class ModelPortion:
             first,
             there,
         )
+
+    def begin_evaluation(self, ask: Ask) -> None:
+        """ask: exchanges a tensor with the other slices"""
+        self.ask = ask
+        self.model.eval()
+
+    def end_evaluation(self, most: int) -> None:
+        """most: its peak bytes here"""
+        self.note_evaluation(most)
+        self.model.train()
+
+    def note_evaluation(self, most: int) -> None:
+        self.computed = most
 
     def measure_evaluation(self) -> int | None:
         return self.computed

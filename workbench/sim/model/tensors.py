@@ -22,9 +22,11 @@ from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.placement.canonical_state import clip_gradients
 from workbench.host.placement.optimizer_slots import step_shard
 from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, StrategyError
-from workbench.sim.model.outline import BucketCut, compute_ready_shares
+from workbench.sim.model.outline import BucketCut
 from workbench.sim.model.portion import ModelPortion
+from workbench.sim.model.session_parts import SessionParts
 from workbench.strategies.second_order.curvature import CurvatureEstimator
 from workbench.tasks import Learner
 
@@ -42,8 +44,7 @@ class RankTensors(ModelPortion):
         self.learner = learner
         self.model = learner.model().train()
         self._module_hooks = ModuleHooks(self.model)
-        self.layout = ParameterLayout(self.model, experiment.bucket_mb)
-        self.layout.keeps_values = True  # whole passes run at once, but gathered parts arrive one by one
+        self._lay_out_model(experiment)
         self.curvature = CurvatureEstimator(self.model, learner.loss, self.layout)
         self.optimizer = self.make_optimizer(experiment)
         self.away = OffloadStore()
@@ -53,9 +54,6 @@ class RankTensors(ModelPortion):
         torch.manual_seed(experiment.seed * 100_003 + rank + 1)
         self._random_state = torch.get_rng_state()
         self.losses: list[float] = []
-        self.memory_account: Any = None  # the session sets these three
-        self.unsharder: Any = None
-        self.non_finite_guard: Any = None
         self._open: dict[tuple[str, int], Tensor] = {}  # losses without a backward, by worker and micro-batch
         self._worker = ""
         self._looked: dict[str, Any] = {}  # by worker: the batch of its next forward, after a look-up of rows
@@ -63,11 +61,13 @@ class RankTensors(ModelPortion):
         self._grads: dict[str, list[Tensor | None]] = {}  # gradients of inactive workers
         self._arrival: list[str] | None = None
         self._learned = False
-        self.usage: Any = None  # the host sets it
-        self.strategy_now: Callable[[], Any] = lambda: None
-        self.step_now: Callable[[], int] = lambda: 0
-        self.stepped: Callable[[], None] = lambda: None  # runs after each optimizer step, before gradients are freed
         self._cut_buckets()
+
+    def begin_generation(self, parts: SessionParts) -> None:
+        """Uses the parts of a new session."""
+        self._rank, self.memory, self._get_experiment = parts.rank, parts.rank.memory, parts.get_experiment
+        self.memory_account, self.micros_in_flight = parts.memory_account, parts.micros_in_flight
+        self.unsharder, self.usage, self.non_finite_guard = parts.unsharder, parts.usage, parts.non_finite_guard
 
     def make_optimizer(self, experiment: Experiment, params: list[Any] | None = None) -> Any:
         """Returns the optimizer of `params`; by default of the parameters here."""
@@ -84,6 +84,11 @@ class RankTensors(ModelPortion):
         mine, its = self.model.state_dict(), other.model.state_dict()
         for name, x in mine.items():
             x.copy_(its[name])
+
+    def _lay_out_model(self, e: Experiment) -> None:
+        """The layout keeps values, because whole passes run at once, but gathered parts arrive one by one."""
+        self.layout = ParameterLayout(self.model, e.bucket_mb)
+        self.layout.keeps_values = True
 
     def _cut_buckets(self) -> None:
         self.cut = BucketCut(self.layout, self._arrival or [p.name for p in self.layout.order])
@@ -201,8 +206,8 @@ class RankTensors(ModelPortion):
     ) -> None:
         """Runs a backward. there: names of parameters with gradients from earlier backwards"""
         self.layout.note_unused(set())
-        self.usage.begin_backward(self.step_now())
-        self.usage.require_trained(self.strategy_now())
+        self.usage.begin_backward(self._rank.step)
+        self.usage.require_trained(self._get_experiment().strategy)
         if exchanged:
             self.layout.allocate_gradients()
         with self.memory_account.measure_backward(exchanged), self._use_own_rng(), torch.enable_grad():
@@ -211,7 +216,7 @@ class RankTensors(ModelPortion):
                     names = self._run_watched(run)
                     if self._arrival is None:
                         self._arrival = [*there, *(name for name in names if name not in there)]
-                        self.cut.ready = compute_ready_shares(self.layout, self._arrival)
+                        self.cut.note_arrival(self._arrival)
                     self._note_unused()
                 elif self.piece is not None:  # gradients of several backwards add up
                     self._record_order(run)
@@ -227,7 +232,7 @@ class RankTensors(ModelPortion):
         unused = [place for place in self.layout.order if place.param.grad is None or place.filled]
         self.layout.note_unused({place.name for place in unused})
         if unused:
-            self.usage.raise_hand(self.step_now(), min(place.bucket for place in unused))
+            self.usage.raise_hand(self._rank.step, min(place.bucket for place in unused))
 
     def _run_watched(self, run: Callable[[], None]) -> list[str]:
         """Returns the order of gradients in a backward, with unused parameters last.
@@ -280,7 +285,7 @@ class RankTensors(ModelPortion):
             norm = clip_gradients(self.layout, longest, of_replica) if longest else None
             with self._ignore_versions():
                 (by or self.optimizer.step)()
-            self.stepped()
+            subtract_gradients(self.layout, self.optimizer, self._rank.memory)
             self.optimizer.zero_grad(set_to_none=True)
             self.layout.release_gradients()
             self.curvature.note_update()
@@ -333,8 +338,7 @@ class RankTensors(ModelPortion):
 
     def reallocate_state(self, e: Experiment) -> None:
         """Lays out the whole model on this rank, with a new optimizer."""
-        self.layout = ParameterLayout(self.model, e.bucket_mb)
-        self.layout.keeps_values = True
+        self._lay_out_model(e)
         self.curvature = CurvatureEstimator(self.model, self.learner.loss, self.layout)
         self.optimizer = self.make_optimizer(e)
         self._arrival, self._learned = None, False

@@ -97,8 +97,12 @@ class AdviceTable(list[Advice]):
     unjudged:    why the record does not show the main causes; "" if it does
     """
 
-    unsimulated = unjudged = ""
+    unsimulated = ""
     causes: tuple[str, ...] = ()
+
+    def __init__(self, rows: Iterable[Advice] = (), unjudged: str = "") -> None:
+        super().__init__(rows)
+        self.unjudged = unjudged
 
     def note_failures(self, reasons: Iterable[str], causes: Iterable[str], everywhere: bool) -> None:
         """reasons: why no setting could be simulated. everywhere: whether this holds for all causes"""
@@ -136,8 +140,8 @@ def advise_run(run: Run, last: int = LAST_STEPS) -> AdviceTable:
     `workbench.sim.plan.evidence` orders suggestions. No loss is known, so settings that learn otherwise come last.
     """
     found, asked = find_causes(run.timeline, last), None
-    rows, known, failed = AdviceTable(), dict[str, tuple[Suggestion, ...]](), dict[str, str]()  # the latter two by kind
-    rows.unjudged = why_unjudged(run.timeline, last)
+    rows = AdviceTable(unjudged=why_unjudged(run.timeline, last))
+    known, failed = dict[str, tuple[Suggestion, ...]](), dict[str, str]()  # by kind
     with doing("asking the simulator what to try", len(found)) as work:
         for f in found:
             kind = _choose_kind(f)

@@ -39,7 +39,7 @@ def evaluate_mean(ranks: list[RankTensors]) -> list[Evaluated]:
     with hold_values(every[0], means), StorageTracker() as following:
         found = compute_numbers(first.learner.evaluate, first.model)
     for rank in ranks if sharded else [first]:
-        (rank.computed,) = following.most
+        rank.note_evaluation(following.most[0])
     return [(found if r == 0 else {}, drift) for r, drift in enumerate(drifts)]
 
 
@@ -81,16 +81,13 @@ def _evaluate_stages(stages: list[RankTensors], ask: Ask) -> dict[str, float]:
 
     first, following = stages[0], StorageTracker(len(stages))
     for rank in stages:
-        rank.ask = ask
-        rank.model.eval()
+        rank.begin_evaluation(ask)
     try:
         with replace_forward(first.model, forward) if first.piece is not None else nullcontext(), following:
             return compute_numbers(first.learner.evaluate, first.model)
     finally:
         for rank, most in zip(stages, following.most, strict=True):
-            rank.computed = most
-        for rank in stages:
-            rank.model.train()
+            rank.end_evaluation(most)
 
 
 def _run_stages(stages: Sequence[Coroutine[Op, Any, Any]], following: StorageTracker) -> list[Any]:
@@ -111,10 +108,8 @@ def _run_stages(stages: Sequence[Coroutine[Op, Any, Any]], following: StorageTra
     while ready := [k for k in range(len(stages)) if k not in found and (k not in waits or letters[waits[k]])]:
         for k in ready:
             came = (letters[where := waits.pop(k)].popleft(), where[0]) if k in waits else None
-            following.at = k
-            with suppress(LeaveLoop):
+            with following.count_for(k), suppress(LeaveLoop):
                 found[k] = drive_coroutine(stages[k], partial(perform, k), value=came)
-    following.at = None
     return [found[k] for k in range(len(stages))]
 
 
@@ -135,5 +130,5 @@ def evaluate_known(rank: RankTensors, known: list[Bucket], evaluate: bool) -> Ev
         return {}, drift
     with hold_values(own, values), StorageTracker() as following:
         found = compute_numbers(rank.learner.evaluate, rank.model)
-    (rank.computed,) = following.most
+    rank.note_evaluation(following.most[0])
     return found, drift

@@ -163,10 +163,12 @@ class Generations:
         before, came = self.world, to.came
         planned = [c for c in before.sessions[came.places[0]].queue.planned if isinstance(c, Change)]
         lost = before.parted is None
-        world = VirtualWorld(len(came.members), before.costs, before.seed, planned, before.real, members=came.members,
-                      now=before.clock.now + (VOTE_SECONDS if lost else 0.0))  # fmt: skip
-        world.mortal, self.world = before.mortal, world
-        world.keeper = CheckpointStore(self._folder, world.size) if before.keeper is not None else None
+        size, now = len(came.members), before.clock.now + (VOTE_SECONDS if lost else 0.0)
+        keeper = CheckpointStore(self._folder, size) if before.keeper is not None else None
+        self.world = world = VirtualWorld(
+            size, before.costs, before.seed, planned, before.real, members=came.members, now=now,
+            mortal=before.mortal, keeper=keeper,
+        )  # fmt: skip
         self.records.append(world.record)
         sessions = [self._make_session(before, world, place, to) for place in range(world.size)]
         sessions[0].mark("members", {**to.mark, "turn": len(self.records) - 1})
@@ -185,5 +187,5 @@ class Generations:
         checkpoint = checkpoints.Checkpoint.open(path)
         former = open_images(checkpoint, checkpoints.CheckpointFiles(checkpoint))
         session = Session(world, place, e, was.body, was, to._replace(used=former.used))
-        session.carried = session.carried._replace(former=former)
+        session.restore_images(former)
         return session

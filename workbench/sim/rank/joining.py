@@ -38,12 +38,12 @@ async def end_generation(run: Reconfigurable, join: JoinEvent) -> None:
         return
     with run.guard_step(True):
         if run.rollback is not None:
-            run.rollback.is_gathering = True
+            run.rollback.begin_gathering()
         await gather_state(run, tuple(range(len(here))))
         used = await count_used_up(run)
         if run.rollback is not None:
             run.rollback.end_guard()
     del run.queue.taken[0]
     run.queue.count_obeyed()
-    run.world.parted = join.new, wanted, used
+    run.world.end_generation(join.new, wanted, used)
     await Op("park", lambda fiber: None, "the ranks that come")

@@ -43,11 +43,8 @@ class Rendezvous:
         idle = asynchronous.is_idle(self.run.experiment, self.run.rank)
         propagation = strategy.propagation_in(self.run.rank.size, step)
         if idle:
-            world.done.add(self.run.rank.id)
             self.run.host.rounds.note_idle()
-            if len(world.done) == self.run.rank.size:
-                world.over = True
-                world.call_meeting(step)
+            world.note_idle(self.run.rank.id, step)
         if not world.wanted and self.run.usage.list_unfrozen():
             world.request_meeting()
         while True:
@@ -64,10 +61,7 @@ class Rendezvous:
         world = self.run.world
 
         def joint(steps: list[int]) -> list[None]:
-            world.latest, world.meets = max(steps), -1
-            world.done.clear()
-            world.wanted = False
-            world.due = self.run.queue.count_due(steps[0])
+            world.begin_meeting(max(steps), self.run.queue.count_due(steps[0]))
             return [None] * len(steps)
 
         propagation = self.run.experiment.strategy.propagation_in(world.size, self.run.rank.step)
@@ -78,20 +72,19 @@ class Rendezvous:
         await self.run.gather(0)
 
     async def await_background(self) -> None:
-        self.run.host.rounds.note_idle()
-        self.run.host.leaving = True
+        self.run.host.begin_leaving()
         if self.background is not None:
             await Op("park", self._store_waiting, "its background")
-        self.run.host.leaving = False
+        self.run.host.end_leaving()
 
     def start_background(self) -> None:
         strategy = self.run.experiment.strategy
         if self.background is not None or not strategy.has_background or self.run.world.over:
             return
         host = self.run.host
-        host.leaving = host.rounds.is_idle = False
-        self.background = Fiber(host, strategy.background(self.run.rank, self.run.state), "background", "background ")
-        self.background.lane = host.open_lane("background ")
+        host.begin_background()
+        coro, lane = strategy.background(self.run.rank, self.run.state), host.open_lane("background ")
+        self.background = Fiber(host, coro, "background", "background ", lane=lane)
         host.clock.resume_at(host.clock.now, self.background)
 
     def _store_waiting(self, fiber: Fiber) -> None:
@@ -99,13 +92,11 @@ class Rendezvous:
 
     def handle_end(self, fiber: Fiber) -> None:
         if fiber.waiter is not None:
-            fiber.waiter.resumed = self.run.host.clock.now
-            return fiber.waiter.resume(fiber.value)
+            return fiber.waiter.answer(fiber.value, self.run.host.clock.now)
         if fiber is self.background:
             self.background = None
         elif fiber.origin.startswith("worker"):
             self._workers -= 1
         if self._awaiting is not None and not self._workers and (not self.run.host.leaving or self.background is None):
             waiting, self._awaiting = self._awaiting, None
-            waiting.on = None
-            waiting.resume(None)
+            waiting.wake()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from workbench.experiment import Experiment
 from workbench.host.checkpoint.checkpointer import Checkpointer
+from workbench.host.checkpoint.whole_state import RecoveryCheckpoint
 from workbench.host.core.change_queue import ChangeQueue
 from workbench.host.core.learning_rate import Rate
 from workbench.host.core.planned_event import Planned
@@ -31,7 +32,6 @@ from workbench.host.sharding.access_trace import AccessTrace
 from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.sharding.unsharder import Unsharder
 from workbench.host.transfer import residual
-from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, Op, Rank
 from workbench.settings import Json
 from workbench.sim.clock.world import SimulationStopped
@@ -39,6 +39,7 @@ from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.host import Host
 from workbench.sim.model.evaluation_memory import count_evaluation_bytes
 from workbench.sim.model.known_memory import KnownMemory
+from workbench.sim.model.session_parts import SessionParts
 from workbench.sim.rank.changes import Reconfigurable
 from workbench.sim.rank.evaluate import evaluate_known, evaluate_mean
 from workbench.sim.rank.joining import JoinEvent, end_generation
@@ -63,48 +64,51 @@ class Session(Reconfigurable):
     ) -> None:
         """before: this rank in the previous generation; to: how this generation begins, None for the first"""
         self.world, self.body, self.member = world, body, world.members[index]
-        self.rank = Rank(index, world.size, experiment.seed)
-        self.rank.members = tuple(world.members) if len(world.members) == world.size else ()
-        self.rank.density = (world.costs and world.costs.density) or self.rank.density
-        self.rank.lr = experiment.lr or rate(body.optimizer)
+        self.rank = Rank(
+            index, world.size, experiment.seed, step=to.came.step if to else 0,
+            lr=before.rank.lr if before else experiment.lr or rate(body.optimizer),
+            members=tuple(world.members) if len(world.members) == world.size else (),
+            density=world.costs.density if world.costs else None,
+        )  # fmt: skip
         self.rate = Rate(experiment, body.optimizer)
         self.queue = ChangeQueue(world.planned, to.changes if to else 0)
-        if to is not None:
+        if before is not None and to is not None:
             self._enter_generation(before, to)
         self.policy_runner = before.policy_runner if before else PolicyRunner(self)
         self.policy_runner.follow_rank(self)
-        self.stepped: Callable[[int], None] = before.stepped if before else lambda steps: None  # gets the step count
+        self._report: Callable[[int], None] = before._report if before else lambda steps: None
         self.state: Any = None
         self.error_probe = CompressionErrorProbe()
         self.rollback = Rollback(self) if world.mortal else None
         self.checkpointer = Checkpointer(
             self, world.keeper and world.keeper.make_writer(self), world.saved and world.saved(index)
         )
-        self.submodel = body.submodel = SubModelTraining(
+        self.submodel = SubModelTraining(
             body.model, body.learner, self._make_for, lambda: self.experiment, lies=world.real
         )
-        self.memory_account = body.memory_account = MemoryAccount(self, self._make_counts(), body.away)
-        self.unsharder = body.unsharder = Unsharder(self, None, listens=world.real)
-        self.non_finite_guard = body.non_finite_guard = NonFiniteGuard(
+        self.memory_account = MemoryAccount(self, self._make_counts(), body.away)
+        self.unsharder = Unsharder(self, None, listens=world.real)
+        self.non_finite_guard = NonFiniteGuard(
             self, self.handle_alarm, before.non_finite_guard.first if before else None
         )
-        self.micros_in_flight = body.micros_in_flight = InFlight(
+        self.micros_in_flight = InFlight(
             lambda: body.layout, body.peek_batch, body.list_buffers, body.forget_micros, lambda: self.experiment.steps
         )
         self.meeting = Rendezvous(self)
         usage = ParameterUsage(world.make_unused_flags(index))
+        body.begin_generation(
+            SessionParts(
+                self.rank, self.submodel, self.memory_account, self.unsharder, self.non_finite_guard,
+                self.micros_in_flight, usage, lambda: self.experiment,
+            )
+        )  # fmt: skip
         parts = ComputeParts(
             world, self.rank, experiment, body, self.micros_in_flight, usage, self.policy_runner, self.rollback,
             self.submodel, self.memory_account, self.unsharder,
         )  # fmt: skip
         self.host = Host(parts, self.meeting.handle_end)
-        body.examples = lambda: self.experiment.batch
         if world.real:
-            body.memory = self.rank.memory
-            body.step_now = lambda: self.rank.step
-            body.usage, body.strategy_now = usage, parts.strategy
             usage.take_layout(body.model, body.layout)
-            body.stepped = lambda: subtract_gradients(body.layout, body.optimizer, self.rank.memory)
         if to is not None:
             self.restart_data(to.used)
             return begin_generation(self)
@@ -126,17 +130,23 @@ class Session(Reconfigurable):
         at_rate(optimizer, self.rank.lr)
         return optimizer
 
+    def report_steps(self, report: Callable[[int], None]) -> None:
+        """Calls `report` with the number of steps after each step, also in later generations."""
+        self._report = report
+
     # -- generations --
 
-    def _enter_generation(self, before: Session | None, to: NextGeneration) -> None:
-        """before: this rank in the previous generation, None for a new rank"""
-        self.rank.step = to.came.step
-        if before is not None:
-            self.rank.lr, self.rate = before.rank.lr, before.rate
-            hand_down_state(before, self.rank, to)
-            self.queue.planned, self.carried = before.queue.planned, before.carried._replace(former=None)
-            self.held_out = before.held_out
-            self.body.discard_step()
+    def _enter_generation(self, before: Session, to: NextGeneration) -> None:
+        """before: this rank in the previous generation"""
+        self.rate = before.rate
+        hand_down_state(before, self.rank, to)
+        self.queue = ChangeQueue(before.queue.planned, to.changes)
+        self.carried, self.held_out = before.carried._replace(former=None), before.held_out
+        self.body.discard_step()
+
+    def restore_images(self, former: RecoveryCheckpoint) -> None:
+        """Lets this rank restore its part of a checkpoint's images."""
+        self.carried = self.carried._replace(former=former)
 
     def leave_generation(self, saved: list[int]) -> RankReport:
         """Undoes the generation's state. saved: steps with checkpoints"""
@@ -193,7 +203,7 @@ class Session(Reconfigurable):
 
     async def step_strategy(self) -> int:
         host, strategy, clock = self.host, self.experiment.strategy, self.host.clock
-        host.met = False
+        host.begin_step()
         began, made = clock.now, None
         if strategy.workers > 1:
             await self.meeting.run_workers()
@@ -204,7 +214,7 @@ class Session(Reconfigurable):
         if said := host.timing.take_pace_news():
             self.mark("pace", said)
         host.span("step", type(strategy).__name__, began, began, clock.now, 0)
-        self.stepped(self.rank.step + (made or 1))
+        self._report(self.rank.step + (made or 1))
         if losses := self.body.losses:
             host.note("loss", loss := sum(losses) / len(losses))
             losses.clear()
@@ -228,9 +238,7 @@ class Session(Reconfigurable):
 
     async def agree_on_order(self, names: list[str]) -> list[str]:
         """Returns the order of the first rank with this part of the model. That rank does not wait."""
-        op = Op("told", "agree on an order", names)
-        op.group = self.rank.replicas.within
-        found: list[str] = await op
+        found: list[str] = await Op("told", "agree on an order", names, group=self.rank.replicas.within)
         return found
 
     async def reorder_parameters(self, names: list[str]) -> None:

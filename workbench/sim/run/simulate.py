@@ -134,11 +134,13 @@ def _run_simulation(
 ) -> Run:
     planned = sorted(changes, key=lambda c: c.at_step)
     with _isolate_process(real), nullcontext() if real else ShapeCacheMode():
-        world = VirtualWorld(experiment.ranks, costs, experiment.seed, planned, real, replay, first)
-        world.keeper = CheckpointStore(checkpoints, experiment.ranks) if checkpoints is not None and real else None
-        world.mortal = can_crash(experiment, planned)
         files = CheckpointFiles(resume) if resume is not None else None
-        world.saved = None if resume is None or files is None else partial(open_image, resume, files)
+        world = VirtualWorld(
+            experiment.ranks, costs, experiment.seed, planned, real, replay, first,
+            mortal=can_crash(experiment, planned),
+            keeper=CheckpointStore(checkpoints, experiment.ranks) if checkpoints is not None and real else None,
+            saved=None if resume is None or files is None else partial(open_image, resume, files),
+        )  # fmt: skip
         bodies = _make_rank_tensors(experiment, learner) if real else _make_rank_sizes(experiment, learner, first, seen)
         body = next(bodies)
         if reason := explain_refusal(experiment, costs, lambda: body.optimizer):
@@ -150,7 +152,7 @@ def _run_simulation(
             require_trainable(sessions[0], experiment)
             sessions += [Session(world, r, experiment, body) for r, body in enumerate(bodies, 1)]
             with doing("simulating", experiment.steps) as work:
-                sessions[0].stepped = work.at
+                sessions[0].report_steps(work.at)
                 sessions = generations.run_generations(sessions)
         except (RuntimeError, NotImplementedError) as error:
             if real or "meta" not in text_of(error):
