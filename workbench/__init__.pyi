@@ -105,7 +105,6 @@ from workbench.sim import Costs as Costs
 from workbench.sim import Deadlock as Deadlock
 from workbench.strategies import Strategy as Strategy
 from workbench.strategies.ada_alter import AdaAlter as AdaAlter
-from workbench.strategies.async_drop import AsyncDrop as AsyncDrop
 from workbench.strategies.async_model_average import AsyncModelAverage as AsyncModelAverage
 from workbench.strategies.async_server import AsyncServer as AsyncServer
 from workbench.strategies.backup_workers import BackupWorkers as BackupWorkers
@@ -138,11 +137,12 @@ from workbench.strategies.shadow_ma import ShadowMA as ShadowMA
 from workbench.strategies.slowmo import SlowMo as SlowMo
 from workbench.strategies.stochastic_gradient_push import StochasticGradientPush as StochasticGradientPush
 from workbench.strategies.streaming_diloco import StreamingDiLoCo as StreamingDiLoCo
+from workbench.strategies.sub_models.async_drop import AsyncDrop as AsyncDrop
+from workbench.strategies.sub_models.wavelet import Wavelet as Wavelet
 from workbench.strategies.sync_server import SyncServer as SyncServer
 from workbench.strategies.teasq_fed import TEASQFed as TEASQFed
 from workbench.strategies.torch_ddp import TorchDDP as TorchDDP
 from workbench.strategies.torch_fsdp import TorchFSDP as TorchFSDP
-from workbench.strategies.wavelet import Wavelet as Wavelet
 from workbench.strategies.zero_1 import ZeRO1 as ZeRO1
 from workbench.strategies.zero_2 import ZeRO2 as ZeRO2
 from workbench.strategies.zero_3 import ZeRO3 as ZeRO3

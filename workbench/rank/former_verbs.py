@@ -17,6 +17,11 @@ HOMES = {
     "curve": "second_order",
     "value": "second_order",
     "work": "second_order",
+    "pieces": "sub_models",
+    "rise": "sub_models",
+    "fall": "sub_models",
+    "units": "sub_models",
+    "narrow": "sub_models",
 }
 
 

@@ -12,7 +12,6 @@ from workbench.rank.errors import StrategyError
 from workbench.rank.former_verbs import find_former_verb
 from workbench.rank.mesh import Group, Mesh
 from workbench.rank.offload import Elsewhere
-from workbench.rank.pieces import Pieces
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
-class Rank(Data, Pieces, Elsewhere):
+class Rank(Data, Elsewhere):
     """Everything that a strategy may see and use. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and the number of ranks, of the run or of a group

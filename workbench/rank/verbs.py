@@ -47,11 +47,6 @@ VERBS = {
     "next_params": Verb(("passing",), "iterated passes"),
     "backward_buckets": Verb(("grad", "micro"), "iterated passes"),
     "next_bucket": Verb((), "iterated passes"),
-    "pieces": Verb(("most",), "sub-models"),
-    "rise": Verb(("micro", "piece", "of", "falls"), "sub-models"),
-    "fall": Verb(("micro", "piece", "of", "grad"), "sub-models"),
-    "units": Verb((), "sub-models"),
-    "narrow": Verb(("kept", "scaled"), "sub-models"),
     "offload": Verb(("shard", "what", "to"), "offload"),
     "fetch": Verb(("shard", "what", "to", "keep"), "offload"),
     # asked by `workbench.host`

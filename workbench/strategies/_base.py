@@ -42,7 +42,7 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     plain:        on one rank its step is the optimizer's alone, without an outer momentum or moments of its own
     opaque:       the exchange is torch's own, so its compressor and buckets cannot be changed
     sees_all:     its step needs all gradients or examples of a replica, so a rank must be a whole replica
-    narrows:      ranks train sub-models (`rank.narrow`), so the task must declare its units
+    narrows:      ranks train sub-models (`narrow`), so the task must declare its units
     follows:      a step is one forward, backward and optimizer update in this order, so a user's own loop can make them
     """
 

@@ -21,7 +21,7 @@ from workbench.engine.compute.forward_stops import VERBS_INSIDE, ForwardStops
 from workbench.engine.compute.gradient_hooks import GradientHooks
 from workbench.engine.compute.model import ModelPerformer
 from workbench.engine.compute.pass_timer import PassTimer
-from workbench.engine.compute.piecewise import PiecewisePerformer
+from workbench.engine.compute.piecewise import PiecewiseCompute
 from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.request_timer import RequestTimer
 from workbench.engine.compute.tensor import TensorPerformer
@@ -32,6 +32,7 @@ from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.rank import Bucket, Forward, Group, Handle, Op, StrategyError, message_name
 from workbench.strategies.embedding_tables.engine import TablePerformer
 from workbench.strategies.second_order.engine import CurvaturePerformer
+from workbench.strategies.sub_models.engine import SubModelPerformer
 
 _NOT_YET = {
     "forward_buckets": "begins a forward that stops before each bucket only in `step`, not inside of another pass: "
@@ -65,7 +66,8 @@ class Host:
         self.pipeline = PipelinePerformer(parts, self.timing, self.tensor, self.hooks, self.perform_op)
         self.whole = ModelPerformer(parts, self.timing, self.tensor, self.pipeline, self.hooks, self._agree_on_usage,
                                     self._perform_in_pass, before_update)  # fmt: skip
-        self.piecewise = PiecewisePerformer(parts, self.timing, self.tensor, self.pipeline, self.whole)
+        self._piecewise = PiecewiseCompute(parts, self.timing, self.tensor, self.pipeline, self.whole)
+        self._sub_models = SubModelPerformer(self._piecewise)
         self._requests = RequestTimer(parts, self.timing, self.pipeline)
         self._second_order = CurvaturePerformer(self._requests, self.whole.curvature)
         self.tables = TablePerformer(parts, self.whole.draw_ahead, copy_optimizer)
@@ -78,8 +80,8 @@ class Host:
         self.verbs = self._list_verbs()
 
     def _list_verbs(self) -> dict[str, Callable[..., Any]]:
-        whole, pipeline, piecewise = self.whole, self.pipeline, self.piecewise
-        submodel, batches = self.parts.submodel, self.parts.batches
+        whole, pipeline = self.whole, self.pipeline
+        batches = self.parts.batches
         core: dict[str, Callable[..., Any]] = {
             "forward": whole.run_forward,
             "backward": whole.run_backward,
@@ -101,17 +103,12 @@ class Host:
             "stage_inputs": pipeline.stage_inputs,
             "stage_weights": pipeline.stage_weights,
             "coded": self.timing.run_codec,
-            "pieces": piecewise.count_pieces,
-            "rise": piecewise.piece_forward,
-            "fall": piecewise.piece_backward,
-            "narrow": piecewise.narrow_model,
-            "units": lambda: submodel.hidden_units,
             "drive": self.drive_coroutine,
             "stand": self._stand_still,
             "clock": self._clock.now,
             "do": lambda asked: asked(),  # may wait for peers: this rank holds no lock
         }
-        return core | self.tables.verbs | self._second_order.verbs
+        return core | self.tables.verbs | self._second_order.verbs | self._sub_models.verbs
 
     def begin_step(self, met: bool) -> None:
         """met: whether all ranks meet in this step in any case"""
@@ -128,7 +125,7 @@ class Host:
 
     def list_open(self) -> list[Tensor]:
         """Returns the losses and activations whose backward is still to come."""
-        return [*self.whole.open_losses.values(), *self.piecewise.list_open(), *self.pipeline.list_open()]
+        return [*self.whole.open_losses.values(), *self._piecewise.list_open(), *self.pipeline.list_open()]
 
     def drive_coroutine(self, coro: Coroutine[Op, Any, Any]) -> Any:
         """Runs a step to its end, and returns its result. See [Note: The trampoline]."""

@@ -24,13 +24,14 @@ from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.model import ModelPerformer
 from workbench.sim.compute.offload import OffloadPerformer
 from workbench.sim.compute.pass_timer import PassTimer
-from workbench.sim.compute.piecewise import PiecewisePerformer
+from workbench.sim.compute.piecewise import PiecewiseCompute
 from workbench.sim.compute.pipeline import PipelinePerformer
 from workbench.sim.compute.request_timer import RequestTimer
 from workbench.sim.compute.tensor import TensorPerformer
 from workbench.sim.costs.prices import Price, price_bytes
 from workbench.strategies.embedding_tables.simulator import TablePerformer
 from workbench.strategies.second_order.simulator import CurvaturePerformer
+from workbench.strategies.sub_models.simulator import SubModelPerformer
 
 COMMUNICATION_VERBS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "all_to_allv", "broadcast", "send",
                        "recv", "again", "together", "told")  # fmt: skip
@@ -55,7 +56,8 @@ class Host:
         self.usage, self.memory_account = parts.usage, parts.memory_account
         self.span, self.note, self.ended = parts.span, parts.note, ended
         self.timing = PassTimer(parts)
-        self.offload, self._piecewise = OffloadPerformer(parts, self.timing), PiecewisePerformer(parts, self.timing)
+        self.offload, self._piecewise = OffloadPerformer(parts, self.timing), PiecewiseCompute(parts, self.timing)
+        self._sub_models = SubModelPerformer(self._piecewise)
         self._requests, self._batches = RequestTimer(parts, self.timing), BatchPerformer(parts.body)
         self._second_order = CurvaturePerformer(self._requests)
         self.tables = TablePerformer(parts.body, parts.world.real, copy_optimizer)
@@ -73,9 +75,9 @@ class Host:
         self.verbs = self._list_verbs()
 
     def _list_verbs(self) -> dict[str, Callable[[Fiber, Op], Any]]:
-        whole, pipeline, piecewise = self.whole, self._pipeline, self._piecewise
+        whole, pipeline = self.whole, self._pipeline
         batches, offload, meet = self._batches, self.offload, self._run_collective
-        submodel, body = self.parts.submodel, self.body
+        body = self.body
         core: dict[str, Callable[[Fiber, Op], Any]] = {
             "next_bucket": self._delivery.next_bucket,
             "start": self._start_child,
@@ -104,11 +106,6 @@ class Host:
             "stage_inputs": pipeline.stage_inputs,
             "stage_weights": pipeline.stage_weights,
             "coded": self._requests.run_codec,
-            "pieces": piecewise.count_pieces,
-            "rise": piecewise.piece_forward,
-            "fall": piecewise.piece_backward,
-            "units": lambda fiber, op: submodel.hidden_units,
-            "narrow": piecewise.narrow_model,
             "hold": whole.hold_bucket,
             "offload": offload.offload_values,
             "fetch": offload.fetch_values,
@@ -122,7 +119,7 @@ class Host:
             "park": self._park_fiber,
             "told": self._broadcast_value,
         }
-        return core | self.tables.verbs | self._second_order.verbs
+        return core | self.tables.verbs | self._second_order.verbs | self._sub_models.verbs
 
     def wrap_verbs(self, wrap: Callable[[str, Callable[[Fiber, Op], Any]], Callable[[Fiber, Op], Any]]) -> None:
         """Replaces what performs each verb. wrap: takes the verb and what performs it now"""

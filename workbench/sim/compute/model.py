@@ -18,7 +18,7 @@ from workbench.sim.compute.bucket_pass import BucketPass
 from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.offload import OffloadPerformer
 from workbench.sim.compute.pass_timer import PassTimer
-from workbench.sim.compute.piecewise import PiecewisePerformer
+from workbench.sim.compute.piecewise import PiecewiseCompute
 from workbench.sim.compute.pipeline import PipelinePerformer
 from workbench.sim.compute.tensor import TensorPerformer
 
@@ -27,7 +27,7 @@ class ModelPerformer:
     """Computes this rank's model."""
 
     def __init__(self, parts: ComputeParts, timing: PassTimer, delivery: BucketDelivery, tensor: TensorPerformer,
-                 pipeline: PipelinePerformer, piecewise: PiecewisePerformer,
+                 pipeline: PipelinePerformer, piecewise: PiecewiseCompute,
                  offload: OffloadPerformer) -> None:  # fmt: skip
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._delivery, self._tensor = delivery, tensor

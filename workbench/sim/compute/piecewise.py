@@ -10,18 +10,19 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from workbench.host.memory import storages as memory
 from workbench.host.passes.piecewise import PiecewisePass
 from workbench.host.passes.pipelining import name_pass
-from workbench.rank import Op, StrategyError
+from workbench.host.passes.submodel_training import SubModelTraining
 from workbench.sim.clock.fiber import Fiber
 from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.pass_timer import PassTimer
 
 
-class PiecewisePerformer:
-    """Computes parts of a model."""
+class PiecewiseCompute:
+    """What a rank does around a pass through a part of its model. See SubModelPerformer."""
 
     def __init__(self, parts: ComputeParts, timing: PassTimer) -> None:
         self._parts, self._body, self._timing = parts, parts.body, timing
@@ -32,41 +33,42 @@ class PiecewisePerformer:
     def piecewise_pass(self) -> PiecewisePass:
         return PiecewisePass(self._body.model, self._body.learner)
 
-    def count_pieces(self, fiber: Fiber, op: Op) -> Any:
-        return self.piecewise_pass.count_pieces(*op.args)
+    @property
+    def submodel(self) -> SubModelTraining:
+        return self._submodel
 
-    def piece_forward(self, fiber: Fiber, op: Op) -> Any:
-        micro, piece, of, falls = op.args
-        loss = None
+    @property
+    def has_open_loss(self) -> bool:
+        return bool(self._parts.world.real and self._body.list_open())
+
+    def count_pieces(self, most: int) -> int:
+        return self.piecewise_pass.count_pieces(most)
+
+    def piece_forward(self, micro: int, piece: int, of: int, falls: bool) -> Any:
+        """Returns the loss after the last piece; None with sizes only."""
         if self._parts.world.real:
-            loss = self._body.piece_forward(self.piecewise_pass, micro, piece, of, falls)
-        else:
-            self._body.taken_batches += piece == 0
-            self._body.opened[0] += 1 / of
-            self._memory_account.note_forward()
-        return self._run_piece(fiber, "forward", loss, micro, piece, of)
+            return self._body.piece_forward(self.piecewise_pass, micro, piece, of, falls)
+        self._body.taken_batches += piece == 0
+        self._body.opened[0] += 1 / of
+        self._memory_account.note_forward()
+        return None
 
-    def piece_backward(self, fiber: Fiber, op: Op) -> Any:
-        micro, piece, of, grad = op.args
+    def piece_backward(self, micro: int, piece: int, of: int, grad: float) -> None:
         if self._parts.world.real:
             with self._memory_account.measure_backward(False), torch.enable_grad():
                 self.piecewise_pass.piece_backward(micro, piece, of, grad)
         else:
             self._body.opened[0] -= 1 / of
             self._body.came = False
-        return self._run_piece(fiber, "backward", None, micro, piece, of)
 
-    def _run_piece(self, fiber: Fiber, phase: str, value: Any, micro: int, piece: int, of: int) -> Any:
+    def answer_piece(self, fiber: Fiber, phase: str, value: Any, micro: int, piece: int, of: int) -> Any:
+        """Answers with `value` after the piece's share of the phase."""
         return self._timing.run_phase(
             fiber, phase, value, self.piecewise_pass.estimate_share(piece, of), name_pass(phase, micro, piece, of)
         )
 
-    def narrow_model(self, fiber: Fiber, op: Op) -> Any:
-        if self._parts.world.real and self._body.list_open():
-            raise StrategyError("narrow: a forward is open; ask for its backward first")
-        share = self._submodel.switch_to(*op.args)
-        self._memory_account.note_submodel(self._submodel.own_params)
-        return share
+    def note_submodel(self, own_params: list[nn.Parameter]) -> None:
+        self._memory_account.note_submodel(own_params)
 
     def step_narrow(self, clip: float, by: Callable[[], None] | None) -> float | None:
         """Steps a sub-model's optimizer. Returns the norm of a clipped gradient."""

@@ -15,6 +15,7 @@ from workbench.settings import knob
 from workbench.strategies._base import Strategy
 from workbench.strategies._copies import copies
 from workbench.strategies._server import dense_only, tell, told
+from workbench.strategies.sub_models import verbs
 
 ASK, PUSH = 0, 1  # message kinds from a rank to the server
 SERVER = 0
@@ -122,19 +123,19 @@ class AsyncDrop(Strategy):
         return _State(rank, params)
 
     async def step(self, rank: Rank, state: _State) -> None:
-        buckets, units = await rank.params(), await rank.units()
+        buckets, units = await rank.params(), await verbs.units(rank)
         await tell(rank, SERVER, "client", ASK)
         kept = await self._told(rank, units, buckets[0].data)
         entries = Entries(units, kept)
         for bucket in buckets:
             data, _ = await rank.recv(bucket.data.new_empty(entries.numel(bucket)), SERVER, f"model {bucket.name}")
             entries.mix(bucket, data)
-        await rank.sample("computed", await rank.narrow(kept, self.scaled))
+        await rank.sample("computed", await verbs.narrow(rank, kept, self.scaled))
         for _ in range(self.local):
             await rank.forward()
             await rank.backward()
             await rank.update()
-        await rank.narrow(None)
+        await verbs.narrow(rank, None)
         await tell(rank, SERVER, "client", PUSH)
         for bucket in buckets:
             await rank.send(entries.pick(bucket), SERVER, f"update {bucket.name}")
@@ -152,7 +153,7 @@ class AsyncDrop(Strategy):
     async def background(self, rank: Rank, state: _State) -> None:
         if rank.index != SERVER:
             return
-        buckets, units = await rank.params(), await rank.units()
+        buckets, units = await rank.params(), await verbs.units(rank)
         while (got := await told(rank, "client")) is not None:
             (what,), source = got
             if what == ASK:

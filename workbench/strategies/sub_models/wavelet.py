@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from workbench.rank import Rank
 from workbench.settings import knob
 from workbench.strategies._base import Strategy
+from workbench.strategies.sub_models.verbs import fall, pieces, rise
 
 TICK, TOCK = 0, 1
 
@@ -56,17 +57,17 @@ class Wavelet(Strategy):
         return 2 * size
 
     async def step(self, rank: Rank, state: Any) -> None:
-        share, of = 1.0 / (2 * rank.size), await rank.pieces(self.pieces)
+        share, of = 1.0 / (2 * rank.size), await pieces(rank, self.pieces)
         for piece in range(of):
-            await rank.rise(TICK, piece, of, falls=True)
+            await rise(rank, TICK, piece, of, falls=True)
         risen = 0
         for fallen in range(1, of + 1):
-            await rank.fall(TICK, of - fallen, of, share)
+            await fall(rank, TICK, of - fallen, of, share)
             if fallen >= self.lead:
-                await rank.rise(TOCK, risen, of)
+                await rise(rank, TOCK, risen, of)
                 risen += 1
         while risen < of:
-            await rank.rise(TOCK, risen, of)
+            await rise(rank, TOCK, risen, of)
             risen += 1
         pending = []
         async for bucket in rank.backward(share, micro=TOCK):
