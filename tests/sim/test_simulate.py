@@ -212,7 +212,7 @@ def test_the_callers_random_numbers_threads_and_collector_stay() -> None:
 
 
 def test_torch_ddp_is_refused_because_it_needs_the_wall_clock() -> None:
-    with pytest.raises(KnobError, match=r"TorchDDP: its exchange is torch's own.*simulate DDP"):
+    with pytest.raises(KnobError, match=r"TorchDDP: only torch itself can run its exchange.*simulate DDP"):
         simulate(paced(strategy=TorchDDP()))
 
 
@@ -231,9 +231,9 @@ def test_too_many_ranks_for_real_tensors_are_refused_with_the_number_that_fits(m
     room = type("room", (), {"available": 50_000_000})
     monkeypatch.setattr(psutil, "virtual_memory", lambda: room)
     e = Experiment(task=ByteGPT(), ranks=64, steps=1, pace=1)
-    with pytest.raises(KnobError, match=r"ranks=64: .*so (\d+) ranks would fit") as refusal:
+    with pytest.raises(KnobError, match=r"ranks=64: .*take at most (\d+) ranks") as refusal:
         simulate(e, real=True)
-    fit = int(str(refusal.value).split("so ")[1].split()[0])
+    fit = int(str(refusal.value).split("at most ")[1].split()[0])
     assert 0 < fit < 64
     assert simulate(Experiment(task=ByteGPT(), ranks=fit, steps=1, pace=1, eval_every=0), real=True).state == "done"
 

@@ -240,7 +240,7 @@ def test_a_deadlock_names_the_waiting_ranks_the_operation_and_the_missing_rank()
 
 
 def test_a_mismatch_of_operations_names_both_ranks() -> None:
-    with pytest.raises(Mismatch, match=r"all_reduce most of 40000 bytes in step 2.*but rank \d for all_reduce all"):
+    with pytest.raises(Mismatch, match=r"all_reduce most of 40000 bytes in step 2.*but rank \d requested all_reduce all"):
         simulate(paced(3, 4, strategy=OneSkips(), eval_every=0).set("strategy", OtherSizes()))
 
 
@@ -370,7 +370,7 @@ class HearsNothing(_Plain):
 
 @pytest.mark.parametrize(("strategy", "at", "who"), [
     (PingPonger(), "0.020000 s", ["rank 0 in step 1 (step): send 'ping'", "rank 1 in step 1 (step): recv 'ping'"]),
-    (LooksAtTheClock(), "0.010000 s", ["rank 2 in step 0 (step): clock", "let it wait for something"]),
+    (LooksAtTheClock(), "0.010000 s", ["rank 2 in step 0 (step): clock", "let it wait for a message"]),
     (HearsNothing(), "0.030000 s", ["rank 2 in step 0 (background): recv 'order'"]),
 ], ids=["messages", "answers", "no more messages"])  # fmt: skip
 def test_a_strategy_that_never_advances_time_raises_deadlock_with_its_ranks(

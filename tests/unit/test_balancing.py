@@ -294,8 +294,8 @@ def test_cuts_respect_parts_without_parameters_and_tied_parts() -> None:
 
 NOT_SO = [
     ({"way": Whole()}, "only stages are balanced"),
-    ({"way": Pipeline(), "times": [(1, 1)] * 3}, "of 3 parts, and the model has 7"),
-    ({"way": Pipeline(), "times": [(1, -1)] * 7}, "not negative"),
+    ({"way": Pipeline(), "times": [(1, 1)] * 3}, "has 3 parts, but the model has 7"),
+    ({"way": Pipeline(), "times": [(1, -1)] * 7}, "must not be negative"),
     ({"way": Pipeline(), "times": [1] * 7}, "pairs of seconds"),
     ({"way": Pipeline(), "slow": (1,)}, "2 positive numbers, one for each stage"),
     ({"way": Pipeline(), "slow": (0, 1)}, "2 positive numbers, one for each stage"),

@@ -341,7 +341,7 @@ def test_an_error_in_the_strategy_ends_the_run_with_its_text(monkeypatch: pytest
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"clip": 1.0}, "Use clip=0 with it"), ({"compressor": "DGC"}, "use it with DDP"),
+    [({"clip": 1.0}, "use clip=0 with it"), ({"compressor": "DGC"}, "use it with DDP"),
      ({"partition": Pipeline(stages=2, micros=2)}, "updated in the next forward")],
 )  # fmt: skip
 def test_unsupported_settings_are_refused_with_a_reason(settings: dict[str, Any], words: str) -> None:

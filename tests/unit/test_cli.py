@@ -193,7 +193,7 @@ def test_what_if_asks_about_a_recorded_run_on_a_named_network_and_over_ranks(tmp
     assert "did you mean 100 GbE?" in refused(say("what-if", path, "--network", "100GbE"))
     assert "ranks=5000" in refused(say("what-if", path, "--ranks", "5000"))
     none = str(Run(Experiment(), name="kept", epoch=1.0).save(tmp_path / "none"))
-    assert "has no step that ended on all ranks" in refused(say("what-if", none))
+    assert "in no step all ranks computed the whole model" in refused(say("what-if", none))
 
 
 def test_show_names_a_directory_that_is_missing_or_no_run(tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def test_every_strategy_clips_each_update_or_refuses(name: str) -> None:
     """A claim without a clipped update would be a limit without effect."""
     strategy = ALL[name]()
     if not strategy.clips:
-        with pytest.raises(KnobError, match=f"clip=0.5: under {name} .* Use clip=0 with it"):
+        with pytest.raises(KnobError, match=f"clip=0.5: under {name} .* use clip=0 with it"):
             paced(4, 8, strategy=strategy, clip=0.5)
         return
     # with several ranks of workers that share memory, the simulator has shapes only
@@ -265,6 +265,6 @@ def test_strategies_without_a_norm_refuse_clip() -> None:
     for before, path, value in ((e, "strategy", "Piecemeal"), (Experiment(strategy=Piecemeal()), "clip", 1.0)):
         with pytest.raises(KnobError, match="under Piecemeal an update does not see all gradients"):
             before.set(path, value)
-    with pytest.raises(KnobError, match="Use clip=0 with it, or DDP"):
+    with pytest.raises(KnobError, match="use clip=0 with it, or DDP"):
         simulate(e, changes=[Change(2, "strategy", "Piecemeal")], real=True)
     assert simulate(paced(2, 4, strategy=Piecemeal())).state == "done"

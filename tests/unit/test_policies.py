@@ -608,7 +608,7 @@ def test_a_recorded_run_with_a_policy_opens_without_torch(tmp_path: Path) -> Non
 
 
 def test_alike_simulations_refuse_a_policy() -> None:
-    with pytest.raises(KnobError, match="it asks every rank"):
+    with pytest.raises(KnobError, match="it reads the measurements of every rank"):
         simulate(Experiment(steps=10, pace=10.0, policy=Halver()), alike=True)
 
 

@@ -111,7 +111,7 @@ def test_a_loss_that_reads_parameters_is_refused_with_the_reason() -> None:
 
     sessions = run(spread(2, 6, task=small(loss=decayed, evaluate=None)), Change(3, "partition", Tensor()))
     ((*_, refused),) = sessions[0].record.noted("refused")
-    assert "The loss reads parameters, and a rank has only slices" in refused
+    assert "the loss reads parameters, and a rank has only slices" in refused
 
 
 def test_a_copy_of_the_model_computes_with_its_own_weights() -> None:

@@ -159,7 +159,7 @@ def test_after_a_switch_to_ddp_the_wrapped_copy_is_freed() -> None:
 
 
 def test_the_simulator_refuses_it_and_suggests_zero3() -> None:
-    with pytest.raises(KnobError, match=r"TorchFSDP: its exchange is torch's own.*simulate ZeRO3"):
+    with pytest.raises(KnobError, match=r"TorchFSDP: only torch itself can run its exchange.*simulate ZeRO3"):
         simulate(experiment(2, 4, strategy=TorchFSDP(), pace=2.0))
 
 

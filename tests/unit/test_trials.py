@@ -88,5 +88,5 @@ def test_micro_batches_with_another_mean_are_refused(value: float) -> None:
         return made if len(pair[0]) == ROWS else valued(made, value)
 
     task = toy(model=deep, data=batches, loss=loss, evaluate=None)
-    with pytest.raises(KnobError, match=f"its micro-batches have the mean {value:.6g}"):
+    with pytest.raises(KnobError, match=f"the mean over its micro-batches is {value:.6g}"):
         simulate(piped(2, 2, pace=2.0, task=task, partition=Pipeline(micros=2)), real=True)
