@@ -74,7 +74,6 @@ from workbench.analysis.stragglers.straggler import why_silent as why_silent
 from workbench.analysis.summary.overview import summarise_run as summarise_run
 from workbench.analysis.summary.overview import summary_line as summary_line
 
-bubble, compression = measure_bubble, measure_compression  # as lessons call them
 FORMER_NAMES = {  # of version 0.1. They work through 0.2. `compare` and `summary` are packages now
     "Curve": "LossCurve",
     "Entered": "OpenCollective",
@@ -85,9 +84,11 @@ FORMER_NAMES = {  # of version 0.1. They work through 0.2. `compare` and `summar
     "arrangement": "find_arrangement",
     "arrivals": "line_up",
     "breakdown": "break_down",
+    "bubble": "measure_bubble",
     "causes": "find_causes",
     "clocks": "list_clocks",
     "compared": "compare_values",
+    "compression": "measure_compression",
     "curve": "loss_curve",
     "differing": "list_differences",
     "entered": "list_open",
