@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -50,3 +52,30 @@ def test_batches_of_equal_sizes_take_the_memory_of_each_followed_one(by_values: 
         learner = task.build()
         found += measure_evaluation(make_outline(learner), learner, None, None, 0)
     assert found[0] == found[1] >= 2 * BATCH * 8 * 64 * 4
+
+
+KEPT_FRAMES = """
+import sys
+
+class Keeps:  # keeps the frames of importers, as torch's modules do that store an exception
+    frames = []
+    def find_spec(self, name, path=None, target=None):
+        self.frames.append(sys._getframe())
+
+sys.meta_path.insert(0, Keeps())
+from workbench.experiment.compiler_import import put_off_compiler
+from workbench.host.core.valueless import make_outline
+from workbench.sim.model.evaluation_memory import measure_evaluation
+from workbench.tasks import ByteGPT
+put_off_compiler()
+learner = ByteGPT(layers=1).build()
+first, second = (measure_evaluation(make_outline(learner), learner, None, None, 0) for _ in range(2))
+assert first == second, (first, second)
+"""
+
+
+def test_an_import_during_the_first_evaluation_keeps_no_tensor_in_the_count() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", KEPT_FRAMES], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

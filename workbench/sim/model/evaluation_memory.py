@@ -37,8 +37,9 @@ def measure_evaluation(
     from workbench.sim.fake.fake_cache import FakeCacheMode
 
     fake, count = copy.deepcopy(model), len(stages) if stages else 1
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         put_on_cpu(fake)
+        mode.from_tensor(torch.zeros(1))  # its first call imports modules, which may keep callers' frames
     following = StorageTracker(count, sizes=True)
     with Chance(seed), ExitStack() as also:
         if split is not None:
