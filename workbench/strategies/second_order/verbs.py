@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def collect(rank: Rank) -> Op:
-    """Makes this rank's Linear layers collect statistics from the next forward on, until `factors`."""
+    """Makes this rank's Linear layers and convolutions collect statistics from the next forward on, until `factors`."""
     return Op("collect")
 
 
 def factors(rank: Rank) -> Op:
-    """Returns a list of Factors: for each Linear layer, the statistics of all passes since `collect`.
+    """Returns a list of Factors: for each Linear layer and convolution, the statistics of all passes since `collect`.
 
     The order is the same on all ranks. A layer that was not called has zeros. Layers that share parameters with
     another module are excluded. Gradients are of the loss itself, whatever factor `backward` applied.
