@@ -78,7 +78,7 @@ def test_a_wrong_but_small_gradient_is_found() -> None:
     ended(sessions)
     said = str(sessions[0].error)
     assert re.search(r"blocks\.\d\.queries\.\w+ would get another gradient than in the whole model", said)
-    assert "use Partial()" in said
+    assert "Use Partial()" in said
 
 
 def test_a_module_on_a_ranks_own_heads_learns_from_all_ranks() -> None:
