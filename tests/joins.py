@@ -62,7 +62,7 @@ STEPS, JOIN, WINDOW, NEAR = 120, 40, 12, 40
 REFERENCES = 10
 DRAWS = 10  # references with which each simulation is compared
 HARMS = {
-    "training stops at step 50": 0.0,
+    "training stops at step 50": 1e-6,
     "the rate is 30 times too large from step 50 on": 30.0,
 }  # factors of the rate
 MARGIN = 0.25  # times the width of the reference's range
