@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from workbench.rank import StrategyError, Units
+from workbench.strategies.sub_models.sub_model import SubModel
 
 
 class Pieces(Protocol):
@@ -20,16 +21,6 @@ class Pieces(Protocol):
         self, draw: Callable[[], Any], micro: int, piece: int, of: int, falls: bool
     ) -> tuple[Any, Tensor | None]: ...
     def piece_backward(self, micro: int, piece: int, of: int, grad: float) -> None: ...
-
-
-class SubModel(Protocol):
-    """The part of the model that the rank trains."""
-
-    @property
-    def hidden_units(self) -> list[Units]: ...
-    @property
-    def own_params(self) -> list[nn.Parameter]: ...
-    def switch_to(self, kept: list[Tensor] | None, scaled: bool = False) -> float: ...
 
 
 class SubModelHost(Protocol):

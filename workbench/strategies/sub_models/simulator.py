@@ -8,16 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from workbench.rank import Op, StrategyError, Units
-
-
-class SubModel(Protocol):
-    """The part of the model that the rank trains."""
-
-    @property
-    def hidden_units(self) -> list[Units]: ...
-    @property
-    def own_params(self) -> list[nn.Parameter]: ...
-    def switch_to(self, kept: list[Tensor] | None, scaled: bool = False) -> float: ...
+from workbench.strategies.sub_models.sub_model import SubModel
 
 
 class SubModelHost(Protocol):
