@@ -18,8 +18,8 @@ class Verdicts(View):
     name: ClassVar[str] = "verdicts"
     title: ClassVar[str] = "Two runs, compared"
     about: ClassVar[str] = (
-        "A row per metric, of which lower is better: the values of this run and of the run beside it, their difference "
-        "with its 99 % interval, and a verdict on the run beside it (better, worse or alike)."
+        "A row per metric: the values of this run and of the other run, and their difference with its 99 % interval. "
+        "The verdict on the other run is better, worse or alike. Lower values are better."
     )
     order: ClassVar[int] = 3
     quiet: ClassVar[bool] = True
