@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.ranks import Net, experiment, net, run, toy, weights
 from workbench import simulate
-from workbench.host.core.gradient_hooks import unscale_grads
+from workbench.host.core.gradient_hooks import ModuleHooks, unscale_grads
 from workbench.rank import StrategyError
 from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP, TorchFSDP, ZeRO3
 
@@ -39,6 +39,37 @@ def test_a_hook_can_be_removed_inside_and_the_others_are_as_before_afterwards() 
     assert p.grad is not None and p.grad.tolist() == [3.0, 3.0]
     second.remove()
     assert not p._backward_hooks
+
+
+@pytest.mark.parametrize("how", ["registered", "a new module", "a module inside of a module"])
+def test_a_backward_hook_that_comes_between_two_steps_sees_the_unscaled_gradient(how: str) -> None:
+    """It comes with a registration, or with a module that had it before."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1, bias=False)))
+    hooks, seen = ModuleHooks(model), list[float]()
+    inner, other = model[0], nn.Linear(1, 1, bias=False)
+    assert isinstance(inner, nn.Sequential)
+    late = inner[0] if how == "registered" else other
+    note = lambda module, into, out: seen.append(float(out[0]))  # noqa: E731
+    if how != "registered":
+        other.register_full_backward_hook(note)
+
+    def make_step() -> None:
+        with hooks.wrap_hooks():
+            loss = model(torch.ones(1, 1, requires_grad=True)).sum()
+        with hooks.wrap_hooks(0.25):
+            loss.backward(torch.tensor(0.25))
+
+    make_step()
+    assert seen == []
+    if how == "registered":
+        late.register_full_backward_hook(note)
+    elif how == "a new module":
+        model[0] = late
+    else:
+        inner[0] = late
+    make_step()
+    make_step()
+    assert seen == [1.0, 1.0]
 
 
 class Late(Net):

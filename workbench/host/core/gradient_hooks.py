@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from workbench.host.placement import unmaterialized
 from workbench.rank import StrategyError
@@ -33,8 +34,8 @@ def unscale_grads(params: Iterable[nn.Parameter], share: float | None) -> Iterat
         for p in params:
             before: dict[int, Hook] | None = p._backward_hooks
             after: dict[int, Hook] | None = p._post_accumulate_grad_hooks
-            if not before and not after:
-                continue
+            if not before and (not after or (len(after) == 1 and _is_hosts_hook(*after.values()))):
+                continue  # of nearly all parameters
             wrappers: tuple[Callable[..., Tensor | None], ...] = (_run_hook, _run_final_hook)
             for held, wrapped in zip((before, after), wrappers, strict=True):
                 if not held:
@@ -59,13 +60,17 @@ class ModuleHooks:
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self.share = model, 1.0
+        # The modules with hooks, and what must not have changed since: the number of hooks that this process has
+        # registered, and the children of each module.
+        self._hooked: list[nn.Module] = []
+        self._next_hook, self._children, self._copies = -1, list[dict[str, Any]](), list[dict[str, Any]]()
 
     @contextmanager
     def wrap_hooks(self, share: float | None = None) -> Iterator[None]:
         """Encloses a forward, or a backward of the loss times `share`, which may recompute forwards."""
         self.share = 1.0 if share is None else float(share)
         wrapped: list[tuple[dict[int, ModuleHook], int, ModuleHook]] = []
-        for module in _list_hooked(self._model):
+        for module in self._list_hooked():
             every: list[dict[int, ModuleHook]] = [module._backward_hooks, module._backward_pre_hooks]
             for held in every:
                 for number, hook in list(held.items()) if held else ():
@@ -75,6 +80,18 @@ class ModuleHooks:
             yield
         finally:
             _restore_hooks(wrapped)
+
+    def _list_hooked(self) -> list[nn.Module]:
+        """Returns the modules that had a backward hook when the model was last searched.
+
+        Every forward and backward asks. So it searches again only after a new hook or a change of the model's modules.
+        """
+        if self._next_hook != RemovableHandle.next_id or self._children != self._copies:
+            modules = list(self._model.modules())
+            self._hooked = [m for m in modules if m._backward_hooks or m._backward_pre_hooks]
+            self._next_hook, self._children = RemovableHandle.next_id, [m._modules for m in modules]
+            self._copies = [dict(children) for children in self._children]
+        return self._hooked
 
     def _run_hook(self, hook: ModuleHook, module: nn.Module, *grads: object) -> object:
         if self.share == 1.0:
@@ -88,20 +105,6 @@ def _restore_hooks(wrapped: Iterable[tuple[dict[int, H], int, H]]) -> None:
     for held, number, hook in wrapped:
         if number in held:
             held[number] = hook
-
-
-def _list_hooked(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules with backward hooks. Every forward and backward asks. `modules()` takes twice as long."""
-    found, seen, left = [], {id(model)}, [model]
-    while left:
-        module = left.pop()
-        if module._backward_hooks or module._backward_pre_hooks:
-            found.append(module)
-        for inner in module._modules.values():
-            if inner is not None and id(inner) not in seen:
-                seen.add(id(inner))
-                left.append(inner)
-    return found
 
 
 def _multiply_each(grads: object, by: float) -> object:
@@ -125,8 +128,6 @@ def require_gradient(name: str, p: Tensor) -> bool:
 
 
 def _move_hosts_hooks_last(held: dict[int, Hook]) -> list[tuple[int, Hook]]:
-    if len(held) == 1 and _is_hosts_hook(*held.values()):  # in every backward
-        return []
     hosts = [number for number, hook in held.items() if _is_hosts_hook(hook)]
     if len(hosts) == len(held):
         return []

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from workbench.host.placement.replaced_data import find_replaced, require_like
 from workbench.host.placement.unmaterialized import UnmaterializedParameter, prevent_fetches
 from workbench.rank import Bucket, Part, StrategyError
 
@@ -187,11 +188,7 @@ class ParameterLayout:
             at, size, copied = own.data_ptr(), own.element_size(), self._copied.get(bucket.index, {})
             with prevent_fetches():
                 group = self.groups[bucket.index]
-                pairs = zip((place.param.data for place in group), bucket.parts, strict=True)
-                found = [
-                    (x, part) for x, part in pairs
-                    if not x.is_contiguous() or (x.numel() and x.data_ptr() != at + size * part.start)
-                ]  # fmt: skip
+                found = find_replaced([place.param for place in group], bucket.parts, at, size)
                 versions = {place.name: place.param._version for place in group} if copied else {}
             written = [part.name for _, part in found] or [n for n, seen in versions.items() if seen != copied[n]]
             if copied and written:
@@ -200,7 +197,7 @@ class ParameterLayout:
                     f"host or the disk; take ZeRO2 or ZeRO3, or do not write into parameters in the model"
                 )
             for x, part in found:
-                _require_like(part.name, x, part, own)
+                require_like(part.name, x, part, own)
                 own[part.start : part.stop].view(part.shape).copy_(x.clone())  # it may be a transposed view of `own`
             if found:
                 self._point_parameters(bucket.index, own)
@@ -354,16 +351,6 @@ class ParameterLayout:
     @property
     def byte_count(self) -> int:
         return sum(p.numel * p.param.element_size() for p in self.order)
-
-
-def _require_like(name: str, given: Tensor, part: Part, own: Tensor) -> None:
-    if given.shape != part.shape or given.dtype != own.dtype:
-        was, now = ((list(shape), str(kind).removeprefix("torch.")) for shape, kind in
-                    ((part.shape, own.dtype), (given.shape, given.dtype)))  # fmt: skip
-        raise StrategyError(
-            f"parameter {name}: the model has replaced its data of shape {was[0]} and type {was[1]} by {now[0]} and "
-            f"{now[1]}, and ranks cannot follow; keep the shape and type, or create the model with the new ones"
-        )
 
 
 def group_parameters(order: list[ParameterPlace], limit: float) -> list[list[ParameterPlace]]:
