@@ -43,6 +43,7 @@ root_doc = "README"
 include_patterns = ["README.md", *(f"{page}.*" for pages in PAGES.values() for page in pages)]
 OTHERS = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("docs", "workbench", "notebooks")]
 exclude_patterns = ["docs/data", *OTHERS]
+myst_enable_extensions = ["dollarmath"]  # lessons have formulas
 myst_heading_anchors = 4
 smartquotes = False  # what is typed stays what is typed
 html_theme = "pydata_sphinx_theme"
