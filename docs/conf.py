@@ -37,7 +37,7 @@ PAGES = {
 
 project = ABOUT["name"]
 version = release = ABOUT["version"]
-extensions = ["myst_parser", "lessons", "words"]
+extensions = ["myst_parser", "formulas", "lessons", "words"]
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # a lesson is made Markdown by lessons.py
 root_doc = "README"
 include_patterns = ["README.md", *(f"{page}.*" for pages in PAGES.values() for page in pages)]
@@ -45,6 +45,8 @@ OTHERS = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("docs"
 exclude_patterns = ["docs/data", *OTHERS]
 myst_enable_extensions = ["dollarmath"]  # lessons have formulas
 myst_heading_anchors = 4
+myst_enable_extensions = ["dollarmath"]  # $x$ is a formula, as GitHub and JupyterLab have it
+html_math_renderer = "mathml"  # formulas.py
 smartquotes = False  # what is typed stays what is typed
 html_theme = "pydata_sphinx_theme"
 html_title = project

@@ -14,7 +14,7 @@ from docutils import nodes
 from lessons import PAGES
 
 GLOSSARY = "docs/glossary"
-NOT_IN = (nodes.title, nodes.literal_block, nodes.reference, nodes.raw, nodes.comment)
+NOT_IN = (nodes.title, nodes.literal_block, nodes.reference, nodes.raw, nodes.comment, nodes.math, nodes.math_block)
 
 
 def rows(glossary: nodes.document) -> Iterator[tuple[nodes.entry, str]]:

@@ -89,6 +89,8 @@ def test_a_lessons_page_has_the_notebook_its_run_and_linked_terms(site: Path, na
     escaped = [re.sub(r"[&<>\"']", ".+?", re.escape(line)) for line in code if line.strip()]
     assert all(re.search(line, bare) for line in escaped)
     assert ("Simulated" in bare) != ("Recorded" in bare)
+    prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    assert text.count("<math ") == len(re.findall(r"\$\$[^$]+\$\$|\$[^$\n]+\$", prose)), "formulas are MathML"
     links = re.findall(r'<a class="word[^"]*" href="([^"]+)"', text)
     assert "../docs/glossary.html#word-rank" in links and len(links) == len(set(links)) > 4
 
