@@ -43,7 +43,6 @@ root_doc = "README"
 include_patterns = ["README.md", *(f"{page}.*" for pages in PAGES.values() for page in pages)]
 OTHERS = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("docs", "workbench", "notebooks")]
 exclude_patterns = ["docs/data", *OTHERS]
-myst_enable_extensions = ["dollarmath"]  # lessons have formulas
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]  # $x$ is a formula, as GitHub and JupyterLab have it
 html_math_renderer = "mathml"  # formulas.py
