@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from docutils.utils.math.latex2mathml import tex2mathml
 
 from tests.chromium import find
 from tests.site_links import broken, is_address, page, pages, weight
@@ -37,6 +38,15 @@ def test_every_page_is_on_the_site() -> None:
 
 def test_every_lesson_has_a_run_for_its_page() -> None:
     assert not set(LESSONS) - set(runpy.run_path(str(ROOT / "docs" / "lessons.py"))["RUNS"])
+
+
+@pytest.mark.parametrize("name", LESSONS)
+def test_the_formulas_of_a_lesson_can_be_drawn(name: str) -> None:
+    """The site has formulas as MathML, from the part of LaTeX that docutils knows."""
+    for cell in json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text("utf8"))["cells"]:
+        text = re.sub(r"`[^`]*`", "", "".join(cell["source"])) if cell["cell_type"] == "markdown" else ""
+        for block, inline in re.findall(r"\$\$(.+?)\$\$|\$([^$]+)\$", text, re.DOTALL):
+            assert "<math" in tex2mathml(block or inline, as_block=bool(block))
 
 
 def test_is_address_accepts_only_addresses() -> None:
