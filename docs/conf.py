@@ -26,7 +26,9 @@ PAGES = {
         "docs/reference/strategies", "docs/reference/partitions", "docs/reference/schedules",
         "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/policies", "docs/reference/tasks",
         "docs/reference/fabric", "docs/reference/experiment", "docs/reference/verbs", "docs/reference/views",
+        "docs/reference/cli", "docs/reference/errors",
     ],
+    "API": [f"docs/reference/api/{path.stem}" for path in sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))],
     "Measured": ["docs/benchmarks", "docs/strategies", "docs/compression", "docs/prediction", "docs/reliability",
                  "docs/gpu"],
     "How it is built": [
@@ -37,7 +39,7 @@ PAGES = {
 
 project = ABOUT["name"]
 version = release = ABOUT["version"]
-extensions = ["myst_parser", "formulas", "lessons", "words"]
+extensions = ["myst_parser", "api", "formulas", "lessons", "words"]
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # a lesson is made Markdown by lessons.py
 root_doc = "README"
 include_patterns = ["README.md", *(f"{page}.*" for pages in PAGES.values() for page in pages)]
@@ -46,6 +48,10 @@ exclude_patterns = ["docs/data", *OTHERS]
 myst_heading_anchors = 4
 myst_enable_extensions = ["dollarmath"]  # $x$ is a formula, as GitHub and JupyterLab have it
 html_math_renderer = "mathml"  # formulas.py
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
 smartquotes = False  # what is typed stays what is typed
 html_theme = "pydata_sphinx_theme"
 html_title = project

@@ -1,9 +1,10 @@
 """Writes copies of code into pages: `python -m tests.tables PAGE ...` (`make tables`: all pages).
 
 Between `<!-- reference NAME -->` and `<!-- end -->` it writes a family (or settings, verbs, views) from
-`tests/reference.py`. Between `<!-- code FILE NAME ... -->` and `<!-- end -->` it writes the source of these classes and
-functions, or of the whole file without names. It also writes each `__init__.pyi`, which lists importable names for
-editors, and the README's badges.
+`tests/reference.py`. `<!-- api NAME -->` begins public names from `tests/api.py`, and `<!-- commands -->` the command
+line. Between `<!-- code FILE NAME ... -->` and `<!-- end -->` it writes the source of these classes and functions, or
+of the whole file without names. It also writes each `__init__.pyi`, which lists importable names for editors, and the
+README's badges.
 """
 
 from __future__ import annotations
@@ -14,17 +15,20 @@ import sys
 from pathlib import Path
 
 import workbench
-from tests import badges, reference
+from tests import api, badges, command_line, reference
 from workbench.settings import shipped
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "shapes.md", *sorted((ROOT / "docs" / "reference").glob("*.md"))]
+PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "shapes.md", *sorted((ROOT / "docs" / "reference").rglob("*.md"))]
 STUBS = [ROOT / "workbench" / "__init__.pyi", *sorted((ROOT / "workbench").glob("*/__init__.pyi"))]
 
 
 def filled(text: str) -> str:
     """Returns `text` with everything between its markers generated from the code."""
     text = re.sub("<!-- reference (\\S+) -->.*?<!-- end -->", _told, text, flags=re.S)
+    text = re.sub("<!-- api (\\S+) -->.*?<!-- end -->", _documented, text, flags=re.S)
+    told = f"<!-- commands -->\n{command_line.page()}\n<!-- end -->"
+    text = re.sub("<!-- commands -->.*?<!-- end -->", lambda _: told, text, flags=re.S)
     return re.sub("<!-- code (\\S+)(.*?) -->.*?<!-- end -->", _shown, text, flags=re.S)
 
 
@@ -53,6 +57,10 @@ def stub(path: Path) -> str:
 
 def _told(match: re.Match[str]) -> str:
     return f"<!-- reference {match[1]} -->\n{reference.part(match[1])}\n<!-- end -->"
+
+
+def _documented(match: re.Match[str]) -> str:
+    return f"<!-- api {match[1]} -->\n{api.part(match[1])}\n<!-- end -->"
 
 
 def _shown(match: re.Match[str]) -> str:

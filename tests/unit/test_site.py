@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 from docutils.utils.math.latex2mathml import tex2mathml
 
+import workbench
 from tests.chromium import find
 from tests.site_links import broken, is_address, page, pages, weight
 
@@ -76,6 +77,17 @@ def test_the_site_has_all_pages_and_no_broken_links(site: Path) -> None:
     wanted = {"index.html", "docs/glossary.html", *(f"notebooks/{name}.html" for name in LESSONS)}
     assert wanted <= {p.relative_to(site).as_posix() for p in there}
     assert not {p.name: wrong for p in there if (wrong := broken(p, site))}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_inventory_of_the_site_has_every_public_name(site: Path) -> None:
+    from sphinx.util.inventory import InventoryFile
+
+    with (site / "objects.inv").open("rb") as file:
+        found = InventoryFile.load(file, "", lambda base, page: page)
+    there = {name for kind in found if kind.startswith("py:") for name in found[kind]}
+    assert {f"workbench.{name}" for name in workbench.__all__} <= there
 
 
 @pytest.mark.slow

@@ -2,4 +2,7 @@
 
 
 class StrategyError(RuntimeError):
-    """A strategy or compressor requested something invalid."""
+    """A strategy or compressor requested something invalid. On real ranks it arrives as a RankError.
+
+    What to do: correct the call that the message names in the strategy's or the compressor's code.
+    """

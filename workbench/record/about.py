@@ -19,7 +19,10 @@ COUNTS = ("ranks", "steps", "seed", "batch", "eval_every", "measure_every", "lr_
 
 
 class RunError(ValueError):
-    """Raised for an unreadable run directory. The message names the path and the problem."""
+    """A record, checkpoint or export that cannot be read or written. The message names the path and the problem.
+
+    What to do: correct the path, or free the disk. A damaged file needs another checkpoint or a copy of the run.
+    """
 
 
 class Rule(NamedTuple):

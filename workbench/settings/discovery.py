@@ -109,6 +109,9 @@ def short(value: Any, most: int = 100) -> str:
 
 
 class KnobError(ValueError):
-    """An invalid setting. The message gives the field, the value and the allowed range."""
+    """An invalid setting or argument. The message gives the name, the value and the allowed range.
+
+    What to do: give a value in this range. If settings conflict, take an alternative that the message names.
+    """
 
     __module__ = "workbench"  # for tracebacks

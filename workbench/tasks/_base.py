@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 class TaskError(RuntimeError):
-    """Raised for a task that cannot be trained. The message names the function at fault and the remedy."""
+    """A task that cannot be trained. On real ranks it arrives as a RankError.
+
+    What to do: correct the function that the message names, by the remedy that it gives.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,10 @@ POLL_INTERVAL = 0.02  # seconds
 
 
 class ClusterError(RuntimeError):
-    """A request that the engines cannot fulfil: which engine, why, and what would help."""
+    """A request that the engines cannot fulfil. The message names the engine, the reason and a remedy.
+
+    What to do: follow the remedy. `lab.status` and `lab.notes` show the engines and their errors.
+    """
 
 
 def runtime_root() -> Path:

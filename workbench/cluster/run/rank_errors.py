@@ -17,7 +17,11 @@ _KNOB_ERROR = KnobError.__name__  # a rank's type for a refused setting
 class RankError(RuntimeError):
     """A rank failed. `rank`, `step`, `op`, `type`, `text` and `traceback` describe the cause.
 
-    ranks: with the same failure; freed: ranks that only lost their peer; all: every error
+    ranks:  the ranks with the same failure
+    freed:  the ranks that only lost their peer
+    all:    every error as plain values
+
+    What to do: read `type`, `text` and `traceback`, which come from the rank. Resume from the newest checkpoint.
     """
 
     def __new__(cls, errors: Sequence[dict[str, Any]]) -> RankError:
@@ -48,7 +52,10 @@ class RankError(RuntimeError):
 
 
 class RankRefusal(RankError, KnobError):
-    """A rank refused a setting that only it could check, such as one that does not fit its model."""
+    """A rank refused a setting that only it could check, such as one that does not fit its model.
+
+    What to do: as for a KnobError. The message has the range or an alternative.
+    """
 
 
 def fold_errors(errors: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int], list[int]]:

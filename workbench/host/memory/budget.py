@@ -14,7 +14,10 @@ WHEN_STEP, WHEN_BETWEEN, WHEN_EVALUATED = "in a step", "between two steps", "whi
 
 
 class OutOfMemory(RuntimeError):
-    """Raised if a device needs more than `memory_mb`."""
+    """A device needs more than `memory_mb`. On real ranks it arrives as a RankError.
+
+    What to do: raise `memory_mb`, or take settings that need less. `plan` lists pairs that fit.
+    """
 
     def __init__(self, said: str, lack: MemoryShortage | None = None) -> None:
         super().__init__(said)

@@ -18,7 +18,10 @@ from workbench.rank import as_real, can_average
 
 
 class RankDisagreement(RuntimeError):
-    """Raised if ranks that should hold the same state do not."""
+    """Ranks that should hold the same state do not. On real ranks it arrives as a RankError.
+
+    What to do: look for a source of differences, such as random numbers in a task. `precise=True` checks collectives.
+    """
 
 
 def check_same(numbers: Sequence[int], what: str, names: Sequence[int] = ()) -> None:

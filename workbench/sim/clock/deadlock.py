@@ -14,7 +14,12 @@ OBSERVED_EVENTS = 1_000  # to find out which requests repeat
 
 
 class Deadlock(RuntimeError):
-    """Ranks wait for each other and no pending event can free them, or they loop and no time passes."""
+    """Ranks wait for each other and no pending event can free them, or they loop and no time passes.
+
+    The message has a line for each wait: the ranks, the operation, its step and its lane.
+
+    What to do: let all ranks of a group make the same calls in the same order.
+    """
 
 
 def explain_deadlock(world: Any) -> str:
