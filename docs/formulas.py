@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import html
 from typing import Any, NoReturn
 
 from docutils import nodes
+from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util import logging
+
+log = logging.getLogger(__name__)
+
+
+def mathml(node: nodes.Element, as_block: bool = False) -> str:
+    """Returns a formula as MathML. Warns about LaTeX that docutils cannot read, and returns it as it is."""
+    try:
+        return tex2mathml(node.astext(), as_block=as_block)
+    except MathError as error:
+        log.warning("formula %r: %s", node.astext(), error, location=node)
+        return f"<code>{html.escape(node.astext())}</code>"
 
 
 def inline(writer: Any, node: nodes.math) -> NoReturn:
     """Writes a formula within a line."""
-    writer.body.append(tex2mathml(node.astext()))
+    writer.body.append(mathml(node))
     raise nodes.SkipNode
 
 
 def block(writer: Any, node: nodes.math_block) -> NoReturn:
     """Writes a formula on lines of its own."""
-    writer.body.append(f"<p>{tex2mathml(node.astext(), as_block=True)}</p>\n")
+    writer.body.append(f"<p>{mathml(node, as_block=True)}</p>\n")
     raise nodes.SkipNode
 
 

@@ -56,6 +56,14 @@ def test_is_address_accepts_only_addresses() -> None:
         assert not is_address(wrong), wrong
 
 
+def test_a_formula_is_mathml_or_stays_as_typed() -> None:
+    pytest.importorskip("sphinx", reason="needs the docs extra")
+    nodes = pytest.importorskip("docutils.nodes")
+    mathml = runpy.run_path(str(ROOT / "docs" / "formulas.py"))["mathml"]
+    assert mathml(nodes.math(text=r"\frac{1}{p}")).startswith("<math ")
+    assert mathml(nodes.math(text=r"a < \unknown")) == r"<code>a &lt; \unknown</code>"
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds the site once. It reuses runs that `make docs` made from the same code, which their names show."""
