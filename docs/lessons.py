@@ -1,6 +1,6 @@
-"""The lessons as pages of the site: each notebook as it is read, and a run to look into without a kernel.
+"""Makes the site's pages of lessons: the text of each notebook, and a run to inspect without a kernel.
 
-A new lesson needs a line in RUNS. Its run is made when the site is built, and anew only where the code has changed.
+A new lesson needs a line in RUNS. The build of the site makes its run, and repeats it only if the code has changed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 PAGES = [f"notebooks/{path.stem}" for path in sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
-# What each lesson's page shows, as one would type it behind `from workbench import *`: a run that is simulated for it,
-# or `Run.open("docs/data/runs/...")`, one that was recorded. It stands on the page as it stands here. With real tensors
-# a hundred steps of four ranks take half a minute of one core; sizes only take a second, and show no losses.
+# The code for each page's run, as a user would type it after `from workbench import *`. It simulates a run, or opens a
+# recorded one with `Run.open("docs/data/runs/...")`. The page shows this code. With real tensors 100 steps of four
+# ranks take half a minute on one core. With sizes only they take a second, and show no losses.
 RUNS = {
     "00_first_run": """simulate(recipe("first_run").set("steps", 125), real=True, changes=[
     Change(25, "fabric.link.bandwidth", 100), Change(50, "strategy", LocalSGD(every=4)),
@@ -96,19 +96,19 @@ RUNS = {
     "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
     Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
 }
-STEPS = 150  # of a run of at most so many, each step can be held still
-MOST = 200_000  # bytes that a run may be, so that its page stays below 3 MB
+STEPS = 150  # in a run of at most so many steps, a reader can hold each step still
+MOST = 200_000  # maximum bytes of a run, so that its page stays below 3 MB
 
 HEAD = """
-*A notebook as it is read; [take it along](<path:{file}>), or `make lab` opens it. [Its run](#the-run), at the end of
-this page, needs no kernel.*
+*This page shows a notebook. [Download it](<path:{file}>), or open it with `make lab`. [Its run](#the-run) at the end of
+this page needs no kernel.*
 """
-WITHOUT = "*Without a kernel: [the run at the end of this page](#the-run) can be played.*"
+WITHOUT = "*Without a kernel you can play [the run at the end of this page](#the-run).*"
 RUN = """
 ## The run
 
-{said} Play it, move its time, or hold a step still. What a box of the timeline stands for is said under the cursor, at
-a tap, or box by box with the arrow keys.
+{said} Play it, move its time, or hold a step still. To see what a box of the timeline is, point at it, tap it, or move
+from box to box with the arrow keys.
 
 ```python
 from workbench import *
@@ -117,7 +117,7 @@ run = {code}
 ```
 
 <div class="wb-replay" data-run="{up}{run}" data-plotly="{up}plotly.js">
-Where scripts may run, the charts are here.
+The charts need scripts, which this browser does not allow.
 </div>
 <script defer src="{up}player.js"></script>
 """
@@ -125,7 +125,7 @@ STATIC = "_static/lessons"
 
 
 def markdown(name: str, file: str, said: str) -> str:
-    """The notebook `name` as Markdown: its number in its title, and at its end its run, which `said` tells of."""
+    """Returns the notebook `name` as Markdown: its number in the title, its run and the text `said` at the end."""
     short, parts = Path(name).name, []
     for cell in json.loads((ROOT / f"{name}.ipynb").read_text("utf8"))["cells"]:
         source = "".join(cell["source"])
@@ -145,39 +145,39 @@ def _fenced(source: str) -> str:
 
 
 def told(run: Any) -> str:
-    """Where a run comes from, in a sentence or two."""
+    """Returns a sentence or two about the origin of a run."""
     of, about = f"{run.summary()['steps']} steps of {run.settings['ranks']} ranks", run.environment
     if about.get("host") != "simulated":
         where = f"real ranks, each a process, on a machine with {about['cpus']} cores and torch {about['torch']}"
         return f"**Recorded** on {run.started[:10]}: {of}, {where}."
-    real = "the losses are those that real ranks would have"
-    what = real if about["tensors"] == "real" else "only sizes were followed, so there are no losses"
-    return f"**Simulated** when this site was built: {of}. The clock is the simulator's; {what}."
+    real = "real ranks would have these losses"
+    what = real if about["tensors"] == "real" else "it followed sizes only, so there are no losses"
+    return f"**Simulated** during the build of this site: {of}. The clock is the simulator's; {what}."
 
 
 @cache
 def page_file(short: str) -> str:
-    """The name of the file that holds a lesson's run: another one whenever what makes it is another."""
+    """Returns the name of the file of a lesson's run. It changes with the code that makes the run."""
     code = [path.read_bytes() for room in ("workbench", "widgets") for path in sorted((ROOT / room).rglob("*.py"))]
     return f"{short}.{hashlib.sha256(b''.join([RUNS[short].encode(), *code])).hexdigest()[:12]}.js"
 
 
 def make(short: str, path: Path) -> None:
-    """Makes the run of a lesson and keeps it as a script; the first line says in a comment what the run is."""
+    """Makes the run of a lesson and writes it as a script. A comment in the first line describes the run."""
     os.chdir(ROOT)
     names = {name: getattr(workbench, name) for name in workbench.__all__}
     run = eval(RUNS[short], names)  # noqa: S307  (it is ours, from above)
     windows = min(int(run.summary()["steps"]), STEPS)
-    texts = (pack_run(run, windows, steps) for steps in (2, 1))  # two at a time, where that is not too much
+    texts = (pack_run(run, windows, steps) for steps in (2, 1))  # two steps at a time, if that is small enough
     if (text := next((text for text in texts if len(text) < MOST), None)) is None:
         raise ValueError(f"RUNS of docs/lessons.py, {short}: the run takes more than {MOST} bytes; give it fewer steps")
     path.write_text(f"// {told(run)}\n(window.wbRuns ??= {{}})[{path.name!r}] = {text!r};\n", "utf8")
 
 
 def packed(data: bytes) -> str:
-    """Bytes as text for a script, seven bits a character; what a string may not hold is told by an eighth.
+    """Returns bytes as text for a script, with 7 bits per character. An eighth bit marks characters that need escapes.
 
-    A fifth more than the bytes, where base64 is a third more: so plotly.js leaves a page below 3 MB.
+    This takes 20 % more than the bytes, and base64 33 %. So a page with plotly.js stays below 3 MB.
     """
     bits = np.unpackbits(np.frombuffer(data, np.uint8))
     groups = np.pad(bits, (0, -len(bits) % 7)).reshape(-1, 7) @ (1 << np.arange(6, -1, -1))
@@ -185,7 +185,7 @@ def packed(data: bytes) -> str:
 
 
 def build(app: Any) -> None:
-    """Makes what the pages load, as far as it is not there."""
+    """Makes the missing files that the pages load."""
     if app.builder.format != "html":
         return
     if missing := [name for name in PAGES if Path(name).name not in RUNS]:
@@ -207,14 +207,14 @@ def build(app: Any) -> None:
 
 
 def outdated(app: Any, env: Any, added: set[str], changed: set[str], removed: set[str]) -> list[str]:
-    """The pages whose run is another now."""
+    """Returns the pages with a new run."""
     return [name for name in PAGES if Path(name).name in getattr(app, "lessons_made", ())]
 
 
 def read(app: Any, page: str, text: list[str]) -> None:
     """Gives Sphinx a notebook as Markdown."""
     if page in PAGES and app.builder.format == "html":
-        for path in (Path(__file__), HERE / "glossary.md"):  # where these change the page does
+        for path in (Path(__file__), HERE / "glossary.md"):  # the page depends on these
             app.env.note_dependency(str(path))
         file = page_file(Path(page).name)
         said = (Path(app.outdir) / STATIC / file).read_text("utf8").partition("\n")[0].removeprefix("// ")
