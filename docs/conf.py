@@ -5,7 +5,6 @@ No page is written here. Why Sphinx: workbench/DESIGN.md, "Pages that GitHub sho
 
 from __future__ import annotations
 
-import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -17,32 +16,47 @@ import lessons  # noqa: E402
 
 ABOUT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
-# Every page, in the order in which the sidebar names them; the first page is README.md.
+
+def stems(folder: str) -> list[str]:
+    """Returns the Markdown pages of a folder."""
+    return [f"{folder}/{path.stem}" for path in sorted((ROOT / folder).glob("*.md"))]
+
+
+# The entries of the sidebar by section: at most 30 (tests/unit/test_site.py). The first page is docs/index.md.
 PAGES = {
-    "Begin": ["docs/using", "docs/clusters", "docs/wanted", "docs/glossary"],
-    "Lessons": ["docs/notebooks", *lessons.PAGES],
-    "For the teacher": [f"docs/course/{path.stem}" for path in sorted((ROOT / "docs" / "course").glob("*.md"))],
-    "Reference": [
+    "Start": ["docs/using"],
+    "How-to": ["docs/clusters"],
+    "Learn": ["docs/learn/lessons", "docs/learn/teachers"],
+    "Reference": ["docs/reference/families", "docs/reference/experiment", "docs/reference/verbs",
+                  "docs/reference/views", "docs/reference/api", "docs/reference/cli", "docs/reference/errors",
+                  "docs/reference/glossary"],
+    "Project": ["docs/project/measured", "docs/project/wanted", "workbench/DESIGN", "CONTRIBUTING", "SECURITY",
+                "CHANGELOG"],
+}  # fmt: skip
+# Pages below an entry of the sidebar, which folds them away.
+UNDER = {
+    "docs/learn/lessons": lessons.PAGES,
+    "docs/learn/teachers": [*stems("docs/learn/teach"), "docs/project/tried"],
+    "docs/reference/families": [
         "docs/reference/strategies", "docs/reference/partitions", "docs/reference/schedules",
         "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/policies", "docs/reference/tasks",
-        "docs/reference/fabric", "docs/reference/experiment", "docs/reference/verbs", "docs/reference/views",
-        "docs/reference/cli", "docs/reference/errors",
+        "docs/reference/fabric",
     ],
-    "API": [f"docs/reference/api/{path.stem}" for path in sorted((ROOT / "docs" / "reference" / "api").glob("*.md"))],
-    "Measured": ["docs/benchmarks", "docs/strategies", "docs/compression", "docs/prediction", "docs/reliability",
-                 "docs/gpu"],
-    "How it is built": [
-        "docs/one_step", *(f"docs/flows/{path.stem}" for path in sorted((ROOT / "docs" / "flows").glob("*.md"))),
-        "docs/shapes", "workbench/DESIGN", "CONTRIBUTING", "SECURITY", "CHANGELOG",
+    "docs/reference/api": stems("docs/reference/api"),
+    "docs/project/measured": [
+        "docs/project/benchmarks", "docs/project/strategies", "docs/project/compression", "docs/project/prediction",
+        "docs/project/reliability", "docs/project/gpu",
     ],
+    "workbench/DESIGN": ["docs/project/one_step", *stems("docs/project/flows"), "docs/project/shapes"],
 }  # fmt: skip
 
 project = ABOUT["name"]
 version = release = ABOUT["version"]
 extensions = ["myst_parser", "api", "formulas", "lessons", "words"]
 source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # a lesson is made Markdown by lessons.py
-root_doc = "README"
-include_patterns = ["README.md", *(f"{page}.*" for pages in PAGES.values() for page in pages)]
+root_doc = "docs/index"
+LISTED = [page for pages in (*PAGES.values(), *UNDER.values()) for page in pages]
+include_patterns = [f"{root_doc}.md", *(f"{page}.*" for page in LISTED)]
 OTHERS = [p.name for p in ROOT.iterdir() if p.is_dir() and p.name not in ("docs", "workbench", "notebooks")]
 exclude_patterns = ["docs/data", *OTHERS]
 myst_heading_anchors = 4
@@ -70,18 +84,30 @@ html_theme_options = {
 }  # fmt: skip
 
 
+def toctree(pages: list[str], caption: str = "") -> str:
+    """Returns a table of contents, for which Markdown has no syntax."""
+    options = "\n".join([":hidden:", *([f":caption: {caption}"] if caption else [])])
+    listed = "\n".join(f"/{name}" for name in pages)
+    return f"\n```{{toctree}}\n{options}\n\n{listed}\n```\n"
+
+
 def contents(app: Any, page: str, text: list[str]) -> None:
-    """Gives the first page its table of contents, which Markdown has no word for."""
+    """Gives the first page and the overview pages their tables of contents."""
     if page == root_doc:
-        for caption, pages in PAGES.items():
-            listed = "\n".join(f"/{name}" for name in pages)
-            text[0] += f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
+        text[0] += "".join(toctree(pages, caption) for caption, pages in PAGES.items())
+    if page in UNDER:
+        text[0] += toctree(UNDER[page])
 
 
 def first_page(app: Any, error: Exception | None) -> None:
-    """Web servers and people look for index.html."""
+    """Writes index.html, which web servers and people look for: it leads to the first page."""
     if error is None and app.builder.name == "html":
-        shutil.copy(Path(app.outdir) / f"{root_doc}.html", Path(app.outdir) / "index.html")
+        there = f"{root_doc}.html"
+        page = f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="0; url={there}">
+<title>{project}</title></head><body><a href="{there}">{project}</a></body></html>
+"""
+        (Path(app.outdir) / "index.html").write_text(page, "utf8")
 
 
 def setup(app: Any) -> dict[str, bool]:

@@ -214,7 +214,7 @@ def outdated(app: Any, env: Any, added: set[str], changed: set[str], removed: se
 def read(app: Any, page: str, text: list[str]) -> None:
     """Gives Sphinx a notebook as Markdown."""
     if page in PAGES and app.builder.format == "html":
-        for path in (Path(__file__), HERE / "glossary.md"):  # the page depends on these
+        for path in (Path(__file__), HERE / "reference" / "glossary.md"):  # the page depends on these
             app.env.note_dependency(str(path))
         file = page_file(Path(page).name)
         said = (Path(app.outdir) / STATIC / file).read_text("utf8").partition("\n")[0].removeprefix("// ")

@@ -13,7 +13,7 @@ from typing import Any
 from docutils import nodes
 from lessons import PAGES
 
-GLOSSARY = "docs/glossary"
+GLOSSARY = "docs/reference/glossary"
 NOT_IN = (nodes.title, nodes.literal_block, nodes.reference, nodes.raw, nodes.comment, nodes.math, nodes.math_block)
 
 

@@ -1,4 +1,4 @@
-"""`make test-gpu`: runs the GPU tests, prints the outcome and writes docs/gpu.md.
+"""`make test-gpu`: runs the GPU tests, prints the outcome and writes docs/project/gpu.md.
 
 Without a GPU it only reports that.
 """
@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "project" / "gpu.md"
 LIMIT = 1800  # seconds
 FIRST, LAST = "<!-- written by make test-gpu -->", "<!-- end -->"  # markers around the written part
 
@@ -25,7 +25,8 @@ FIRST, LAST = "<!-- written by make test-gpu -->", "<!-- end -->"  # markers aro
 def main() -> int:
     """Returns exit code 0 if all tests that could run passed."""
     if not torch.cuda.is_available():
-        print(f"no NVIDIA GPU was found (torch {torch.__version__}), so nothing was run and docs/gpu.md stays as it is")
+        name = PAGE.relative_to(ROOT)
+        print(f"no NVIDIA GPU was found (torch {torch.__version__}), so nothing was run and {name} stays as it is")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         report, notes = Path(folder, "report.xml"), Path(folder, "notes")

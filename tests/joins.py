@@ -420,7 +420,7 @@ def judge(run: Run, join: Join, error: RankError | None, windows: list[tuple[int
 
 
 def is_documented(error: RankError | None, notes: list[str]) -> bool:
-    """Whether a run that ended said why, in a sentence that docs/reliability.md lists."""
+    """Whether a run that ended said why, in a sentence that docs/project/reliability.md lists."""
     return any(sentence in text for sentence in ENDINGS for text in (str(error), *map(str, notes[-6:])))
 
 

@@ -133,8 +133,8 @@ def member(m: type[Any], claims: tuple[str, ...], heading: str) -> str:
     """Describes one member: text, use, formula, knobs and paper. The rest is folded away."""
     said = parse_docstring(m)
     parts = [f"{heading} {m.__name__}", prose(said.what)]
-    if (ROOT / "docs" / "strategies" / f"{m.__name__}.svg").exists():
-        parts.append(f"![{m.__name__} and DDP on four simulated ranks](../strategies/{m.__name__}.svg)")
+    if (ROOT / "docs" / "project" / "strategies" / f"{m.__name__}.svg").exists():
+        parts.append(f"![{m.__name__} and DDP on four simulated ranks](../project/strategies/{m.__name__}.svg)")
     parts.append(f"**{WHEN}** {linked(prose(said.when))}")
     parts += [text for text in (shown(said.formula) if said.formula else "", standing(m, claims)) if text]
     given = [p for p in said.rest if TERM.match(p)]  # not knobs, but functions of a Task, which the page lists, too
@@ -298,7 +298,7 @@ def prose(text: str) -> str:
 
 def linked(text: str) -> str:
     """Turns addresses and pages into links."""
-    text = re.sub(r"\bdocs/(\w+\.md)", r"[\g<0>](../\1)", text)
+    text = re.sub(r"\bdocs/([\w/]+\.md)", r"[\g<0>](../\1)", text)
     return re.sub(r"https?://[^\s,;)]*[^\s,;).]", r"<\g<0>>", text)
 
 

@@ -19,7 +19,11 @@ from tests import api, badges, command_line, reference
 from workbench.settings import shipped
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "CONTRIBUTING.md", ROOT / "docs" / "shapes.md", *sorted((ROOT / "docs" / "reference").rglob("*.md"))]
+PAGES = [
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "docs" / "project" / "shapes.md",
+    *sorted((ROOT / "docs" / "reference").rglob("*.md")),
+]
 STUBS = [ROOT / "workbench" / "__init__.pyi", *sorted((ROOT / "workbench").glob("*/__init__.pyi"))]
 
 

@@ -1,9 +1,9 @@
-"""Measures everything in turn and writes docs/benchmarks.md from the raw samples.
+"""Measures everything in turn and writes docs/project/benchmarks.md from the raw samples.
 
     python -m tests.bench [NAME ...] [--page-only]
 
 Earlier measurements stay unless you ask for them again, so you can resume a campaign. `figures` draws each strategy's
-timeline into docs/strategies/. `tests.bench.strategies` measures the strategies themselves.
+timeline into docs/project/strategies/. `tests.bench.strategies` measures the strategies themselves.
 """
 
 from __future__ import annotations
@@ -98,14 +98,14 @@ def main() -> None:
             continue
         machines[name] = {**machine(), "command": "python -m " + " ".join(COMMANDS[name]), "load": os.getloadavg()[2]}
         where.write_text(json.dumps(machines, indent=1))
-    (ROOT / "docs" / "benchmarks.md").write_text(page.text(DATA))
+    (ROOT / "docs" / "project" / "benchmarks.md").write_text(page.text(DATA))
     if (found := DATA / "prediction.json").exists():
         text = prediction.page(json.loads(found.read_text()), machines.get("prediction", {}))
         if (parts := DATA / "across.json").exists():
             text += "\n" + across.page(json.loads(parts.read_text()), machines.get("across", {}))
         if (parts := DATA / "llama.json").exists():
             text += "\n" + llama.page(json.loads(parts.read_text()), machines.get("llama", {}))
-        (ROOT / "docs" / "prediction.md").write_text(text)
+        (ROOT / "docs" / "project" / "prediction.md").write_text(text)
 
 
 def draw() -> None:

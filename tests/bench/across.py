@@ -141,7 +141,7 @@ def errors(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
 
 
 def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
-    """Returns the part of docs/prediction.md about models across ranks, from the raw numbers."""
+    """Returns the part of docs/project/prediction.md about models across ranks, from the raw numbers."""
     rows, off = found["rows"], errors(found["rows"])
     lines = [
         "| setting | step, measured (ms) | predicted | off by | bubble, measured | predicted | a rank's peak, off by |",

@@ -1,4 +1,4 @@
-"""Measures every compressor on four links against dense fp32 and bf16, for docs/compression.md.
+"""Measures every compressor on four links against dense fp32 and bf16, for docs/project/compression.md.
 
     python -m tests.bench.compression [--minutes 30] [--only PART ...] [--page-only]
 
@@ -36,7 +36,7 @@ from workbench.sim import Costs
 from workbench.tasks import ByteGPT
 
 DATA = ROOT / "docs" / "data" / "compression"
-PAGE = ROOT / "docs" / "compression.md"
+PAGE = ROOT / "docs" / "project" / "compression.md"
 TASK = ByteGPT(layers=2, width=96, heads=4, context=32)
 STEPS, EVERY, BUCKET = 300, 20, 0.25
 PACE, SETTLE, COUNTED = 60.0, 4, 20  # ms of compute per step; steps before counting, counted steps

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes docs/compression.md from the cells in docs/data/compression, without any number typed by hand."""
+"""Writes docs/project/compression.md from the cells in docs/data/compression, without any number typed by hand."""
 
 from __future__ import annotations
 

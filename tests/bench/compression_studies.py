@@ -1,4 +1,4 @@
-"""Three studies for docs/compression.md: Accordion and its two ratios, levels at equal bits, Zen's schemes.
+"""Three studies for docs/project/compression.md: Accordion and its two ratios, levels at equal bits, Zen's schemes.
 
 Losses of Accordion and of the levels are cells of the compressors' campaign. Rounding errors are measured on gradients
 of a real training in one process. Zen's schemes run on real ranks, table by table, next to their formulas.

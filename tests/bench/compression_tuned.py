@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Compares compressors under three optimizers, each with its own learning rate, for docs/compression.md.
+"""Compares compressors under three optimizers, each with its own learning rate, for docs/project/compression.md.
 
 The loss of a compressor depends on the optimizer that gets the sum: Adam's first moment, no momentum, or SGD's. All
 rows, Dense included, are tuned by the rule of `tuning`. The study looks at losses only, not at times.

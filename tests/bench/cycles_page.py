@@ -1,4 +1,4 @@
-"""Writes the part of docs/reliability.md about labs that open, run and close."""
+"""Writes the part of docs/project/reliability.md about labs that open, run and close."""
 
 from __future__ import annotations
 

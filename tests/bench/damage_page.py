@@ -1,4 +1,4 @@
-"""Writes the part of docs/reliability.md about damaged files."""
+"""Writes the part of docs/project/reliability.md about damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the part of docs/reliability.md about killed engines: time until noticed, time until training goes on."""
+"""Writes the part of docs/project/reliability.md about killed engines: time to notice and to train again."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from workbench.run import Run
 from workbench.strategies import DDP, Strategy
 from workbench.tasks import Task
 
-FOLDER = Path(__file__).parents[2] / "docs" / "strategies"
+FOLDER = Path(__file__).parents[2] / "docs" / "project" / "strategies"
 RANKS, LAYERS, SIDE = 4, 4, 250  # four buckets of 0.25 MB
 PACE, MBIT = 30.0, 400.0  # ms of compute per step; all buckets take as long on the wire
 FIRST, STEPS = 24, 72  # the first step shown; how many are simulated

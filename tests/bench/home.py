@@ -6,7 +6,7 @@ Runs use the simulator with real tensors and a virtual clock, so other load only
 kept cell by cell in docs/data/home/, and an interrupted campaign resumes. A cell runs again if its inputs changed: its
 settings, costs or strategy. `--confirm` checks whether the rest of the code still gives the same results: it repeats a
 few cells of each row, and measures the row again if they differ. The campaign writes the first table of
-docs/strategies.md.
+docs/project/strategies.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The claims: the papers' statements, where each is tested, on which grid, and the required result.
 
 The sentences about papers are this project's own, from the text that `source` names. Costs are those of
-docs/strategies.md, so a step computes for 8 ms with any task.
+docs/project/strategies.md, so a step computes for 8 ms with any task.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ CLAIMS = (
     *(
         Claim(
             method=name, source="abstract of Zheng et al., 2020",
-            paper="Throughput grows linearly with the trainers (its loss beside foreground averaging: docs/benchmarks.md).",
+            paper="Throughput grows linearly with the trainers (its loss beside foreground averaging: docs/project/benchmarks.md).",
             row=row(SIXTEEN, name, {}), against=row(TWO, name, {}), looks=(Look("pace", 7.6),),
         )
         for name in ("ShadowMA", "ShadowBMUF", "ShadowEASGD")

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes the first part of docs/strategies.md: claim, regime, result, from docs/data/home/ alone."""
+"""Writes the first part of docs/project/strategies.md: claim, regime, result, from docs/data/home/ alone."""
 
 from __future__ import annotations
 

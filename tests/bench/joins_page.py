@@ -1,4 +1,4 @@
-"""Writes the part of docs/reliability.md about faults while ranks join."""
+"""Writes the part of docs/project/reliability.md about faults while ranks join."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the part of docs/reliability.md about checkpoints of a run's last step."""
+"""Writes the part of docs/project/reliability.md about checkpoints of a run's last step."""
 
 from __future__ import annotations
 

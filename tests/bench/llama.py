@@ -219,7 +219,7 @@ def _done(run: Run) -> Run:
 
 
 def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
-    """Returns the part of docs/prediction.md about a model other than ours."""
+    """Returns the part of docs/project/prediction.md about a model other than ours."""
     rows = [{**r, "off": r["predicted"] / r["measured"] - 1} for r in found["rows"] if "measured" in r]
     refused = [r for r in found["rows"] if "refused" in r]
     errors = [abs(r["off"]) for r in rows]

@@ -1,4 +1,4 @@
-"""Writes the section of docs/benchmarks.md on the accuracy of named causes: see `tests.bench.named`."""
+"""Writes the section of docs/project/benchmarks.md on the accuracy of named causes: see `tests.bench.named`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes docs/benchmarks.md from the raw samples in docs/data/, without any number typed by hand."""
+"""Writes docs/project/benchmarks.md from the raw samples in docs/data/, without any number typed by hand."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def one(loaded: bool) -> dict[str, Any]:
 
 
 def section(rows: list[dict[str, Any]]) -> str:
-    """Returns the section of docs/benchmarks.md."""
+    """Returns the section of docs/project/benchmarks.md."""
     lines = ["| process | seconds | of the process |", "| --- | --- | --- |"]
     middle = {}
     for loaded, name in ((False, "fresh"), (True, "torch's shapes loaded")):

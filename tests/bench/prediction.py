@@ -76,7 +76,7 @@ def predicted(wanted: Experiment, costs: Costs) -> float:
 
 
 def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
-    """Returns docs/prediction.md from the raw numbers."""
+    """Returns docs/project/prediction.md from the raw numbers."""
     rows = [{**r, "off": r["predicted"] / r["measured"] - 1} for r in found["rows"]]
     errors = sorted(abs(r["off"]) for r in rows)
     middle, worst = statistics.median(errors), errors[-1]

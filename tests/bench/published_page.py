@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes the section of docs/benchmarks.md that compares published scaling with the simulator's predictions."""
+"""Writes the section of docs/project/benchmarks.md that compares published scaling with the simulator's predictions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes the section of docs/benchmarks.md on published bandwidths and overlap, next to predictions."""
+"""Writes the section of docs/project/benchmarks.md on published bandwidths and overlap, next to predictions."""
 
 from __future__ import annotations
 

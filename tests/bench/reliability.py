@@ -1,4 +1,4 @@
-"""Writes docs/reliability.md: stress tests of labs, their results and their times.
+"""Writes docs/project/reliability.md: stress tests of labs, their results and their times.
 
     python -m tests.bench.reliability
 
@@ -201,7 +201,7 @@ def against(rounds: Each, broken: Each, calm: Each) -> str:
 
 def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Each | None = None,
          kills: Each | None = None, more: dict[str, Any] | None = None) -> str:  # fmt: skip
-    """Returns docs/reliability.md. more: the data of each section in `SECTIONS`, by file name."""
+    """Returns docs/project/reliability.md. more: the data of each section in `SECTIONS`, by file name."""
     sections = "".join(f"## {head}\n\n{describe((more or {}).get(name, {}))}\n" for head, name, describe in SECTIONS)
     files = ", ".join(f"`docs/data/{name}`" for _, name, _ in SECTIONS)
     return f"""# Reliability: stress tests of labs
@@ -254,7 +254,7 @@ These statements are from their own documentation and issues, read in November 2
 
 
 def main() -> None:
-    (ROOT / "docs" / "reliability.md").write_text(page(*read(ROOT / "docs" / "data")))
+    (ROOT / "docs" / "project" / "reliability.md").write_text(page(*read(ROOT / "docs" / "data")))
 
 
 if __name__ == "__main__":

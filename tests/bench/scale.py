@@ -73,7 +73,7 @@ def apart(name: str, ranks: int, steps: int, alike: bool) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Returns the section of docs/benchmarks.md."""
+    """Returns the section of docs/project/benchmarks.md."""
     rows = {name: row for name, row in found["rows"].items() if "refused" not in row["each"]}
     lines = ["| strategy | seconds, alike | seconds, each | spans | peak of memory (GB) | load |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes the section of docs/benchmarks.md on second order from the results of `tests.bench.second_order`."""
+"""Writes the section of docs/project/benchmarks.md on second order from the results of `tests.bench.second_order`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the part of docs/reliability.md about an hour of training with eight ranks, and what grew in it."""
+"""Writes the part of docs/project/reliability.md about an hour of training with eight ranks, and what grew in it."""
 
 from __future__ import annotations
 

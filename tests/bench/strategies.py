@@ -1,4 +1,4 @@
-"""Compares every strategy with DDP on four simulated networks, and tests more claims: docs/strategies.md.
+"""Compares every strategy with DDP on four simulated networks, and tests more claims: docs/project/strategies.md.
 
     python -m tests.bench.strategies [--minutes 45] [--only PART ...] [--plan] [--page-only]
 
@@ -30,7 +30,7 @@ from workbench.settings import KnobError
 from workbench.sim import Costs
 
 CALIBRATION = 80  # steps of the run that measures the cost of compute
-PAGE = ROOT / "docs" / "strategies.md"
+PAGE = ROOT / "docs" / "project" / "strategies.md"
 CORES = os.cpu_count() or 1
 
 

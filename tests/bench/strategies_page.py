@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Computes docs/strategies.md and all its numbers from the cells in docs/data/strategies/."""
+"""Computes docs/project/strategies.md and all its numbers from the cells in docs/data/strategies/."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _ratio(values: list[float]) -> str:
 
 def _linked(label: str, name: str) -> str:
     """Returns a row's name, linked to its reference and its figure."""
-    return f"[{label}](reference/strategies.md#{name.lower()})"
+    return f"[{label}](../reference/strategies.md#{name.lower()})"
 
 
 def _papers(found: Results) -> str:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes the part of docs/compression.md on Accordion, levels at equal bits and Zen's schemes."""
+"""Writes the part of docs/project/compression.md on Accordion, levels at equal bits and Zen's schemes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def ratio(cell: dict[str, Any]) -> float:
 
 
 def section(cells: dict[str, Any]) -> str:
-    """Returns the section of docs/benchmarks.md. `noted` is entered by hand."""
+    """Returns the section of docs/project/benchmarks.md. `noted` is entered by hand."""
     noted = " " + cells["noted"] if "noted" in cells else ""
     cells = {name: cells[name] for name in LINKS if name in cells}
     lines = ["| wire | search / best of the sweep | steps | of the sweep's | found | the sweep's best |",

@@ -81,7 +81,7 @@ def overlap(rows: list[tuple], step: int) -> float | None:
 
 
 def note(what: str, value: float) -> None:
-    """Writes one number for docs/gpu.md."""
+    """Writes one number for docs/project/gpu.md."""
     if file := os.environ.get("WORKBENCH_GPU_NOTES"):
         with Path(file).open("a") as f:
             f.write(json.dumps({"what": what, "value": value}) + "\n")

@@ -1,6 +1,6 @@
 """A strategy shape that uses only the verbs of a Rank: a two-hop reduce.
 
-docs/shapes.md shows it and names the test that runs it.
+docs/project/shapes.md shows it and names the test that runs it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks that docs/shapes.md shows exactly the code that the tests run."""
+"""Checks that docs/project/shapes.md shows exactly the code that the tests run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workbench.strategies import DABMD, ByteScheduler, Hogwild, ShadowSync, Wave
 
 pytestmark = pytest.mark.ranks
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "shapes.md").read_text()
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "project" / "shapes.md").read_text()
 SHOWN = [
     cls
     for _, cls in inspect.getmembers(more_shapes, inspect.isclass)

@@ -1,4 +1,4 @@
-"""Tests docs/reliability.md: figures from its data, and missing data."""
+"""Tests docs/project/reliability.md: figures from its data, and missing data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def round_of(seed: int, wrong: str = "", at: str = "", **done: int) -> dict[str,
 
 
 def test_the_page_matches_its_data() -> None:
-    assert (reliability.ROOT / "docs" / "reliability.md").read_text() == reliability.page(*reliability.read(DATA))
+    written = (reliability.ROOT / "docs" / "project" / "reliability.md").read_text()
+    assert written == reliability.page(*reliability.read(DATA))
 
 
 def test_the_page_counts_faults_survivals_and_missing_rounds() -> None:

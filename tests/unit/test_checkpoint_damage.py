@@ -237,7 +237,7 @@ def test_folders_that_are_made_again_are_private(tmp_path: Path) -> None:
 
 
 def test_random_damage_loads_no_wrong_value_and_is_refused_in_a_sentence(tmp_path: Path) -> None:
-    """Plays a part of the seeds of `make damage`; docs/reliability.md has the results of the rest."""
+    """Plays a part of the seeds of `make damage`; docs/project/reliability.md has the results of the rest."""
     subject = DamagedCheckpoint()
     subject.make(tmp_path / "good")
     assert (tmp_path / "good" / DamagedCheckpoint.manifest).is_file() and AT == 4

@@ -99,14 +99,14 @@ def test_markup_characters_of_docstrings_are_escaped() -> None:
     assert (
         reference.linked("https://a.org/b, then (https://c.org/d).") == "<https://a.org/b>, then (<https://c.org/d>)."
     )
-    assert reference.linked("see docs/gpu.md.") == "see [docs/gpu.md](../gpu.md)."
+    assert reference.linked("see docs/project/gpu.md.") == "see [docs/project/gpu.md](../project/gpu.md)."
 
 
 def test_the_page_of_wishes_is_counted_and_its_tests_exist() -> None:
-    rows = re.findall(r"^\| (\d+) \| .+? \| \**(yes|partly|no)\** \| (.+) \|$", page("wanted.md"), re.M)
+    rows = re.findall(r"^\| (\d+) \| .+? \| \**(yes|partly|no)\** \| (.+) \|$", page("project/wanted.md"), re.M)
     assert [int(number) for number, *_ in rows] == list(range(1, 72))
     count = Counter(verdict for _, verdict, _ in rows)
-    assert f"Of 71: **{count['yes']} yes, {count['partly']} partly, {count['no']} no.**" in page("wanted.md")
+    assert f"Of 71: **{count['yes']} yes, {count['partly']} partly, {count['no']} no.**" in page("project/wanted.md")
     for number, verdict, where in rows:
         named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", where)
         assert named or verdict != "yes", number
@@ -116,7 +116,7 @@ def test_the_page_of_wishes_is_counted_and_its_tests_exist() -> None:
 
 
 def test_every_lesson_is_on_the_list() -> None:
-    listed = re.findall(r"\(\.\./(notebooks/\S+\.ipynb)\)", page("notebooks.md"))
+    listed = re.findall(r"\(\.\./\.\./(notebooks/\S+\.ipynb)\)", page("learn/lessons.md"))
     assert listed == [p.relative_to(ROOT).as_posix() for p in sorted((ROOT / "notebooks").glob("*.ipynb"))]
 
 
@@ -238,7 +238,7 @@ def test_the_example_of_checkpoints_runs(
 
 
 def rows() -> list[list[str]]:
-    lines = re.findall(r"^\|(?! ---| here )(.*)\|$", page("glossary.md"), re.M)
+    lines = re.findall(r"^\|(?! ---| here )(.*)\|$", page("reference/glossary.md"), re.M)
     return [[cell.strip() for cell in line.split("|")] for line in lines]
 
 
@@ -263,4 +263,4 @@ def test_the_glossarys_nouns_exist_in_the_workbench() -> None:
 
 
 def test_the_glossary_fits_on_two_pages() -> None:
-    assert len(page("glossary.md").split()) <= 1200
+    assert len(page("reference/glossary.md").split()) <= 1200

@@ -82,7 +82,7 @@ def test_ranks_of_one_host_meet_only_for_a_pending_ticket(strategy: Strategy) ->
 def test_a_change_acts_at_most_two_steps_later(three: list[Session]) -> None:
     """A change waits for the current step, and for one more if rank 0 has already read its inbox.
 
-    docs/benchmarks.md has the time in milliseconds.
+    docs/project/benchmarks.md has the time in milliseconds.
     """
     for k in range(12):
         three[0].request({"kind": "change", "id": str(k), "path": "bucket_mb", "value": 0.01 + 0.01 * k})

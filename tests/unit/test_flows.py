@@ -1,4 +1,4 @@
-"""The functions that docs/one_step.md and docs/flows/ name exist, and run in that order."""
+"""The functions that docs/project/one_step.md and docs/project/flows/ name exist, and run in that order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.unit.test_resizing import Crowd, setting
 from workbench.strategies import DDP
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "one_step.md", *sorted((ROOT / "docs" / "flows").glob("*.md"))]
+PROJECT = ROOT / "docs" / "project"
+PAGES = [PROJECT / "one_step.md", *sorted((PROJECT / "flows").glob("*.md"))]
 PLACE = re.compile(r"`([\w/]+\.py): (\w+)`")
 
 
@@ -59,7 +60,7 @@ class Calls:
 
 def list_entries(page: str, heading: str) -> list[list[tuple[str, str]]]:
     """The places of each numbered entry below a heading of a page."""
-    text = (ROOT / "docs" / "flows" / page).read_text()
+    text = (PROJECT / "flows" / page).read_text()
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return [PLACE.findall(entry) for entry in re.split(r"^\d+\. ", section, flags=re.MULTILINE)[1:]]
 

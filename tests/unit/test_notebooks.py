@@ -129,9 +129,9 @@ def test_a_lesson_has_its_shape_and_ends_with_the_worksheet(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lesson_has_its_page_for_the_teacher(name: str) -> None:
-    page = (FOLDER.parent / "docs" / "course" / f"{name[:2]}.md").read_text("utf8")
+    page = (FOLDER.parent / "docs" / "learn" / "teach" / f"{name[:2]}.md").read_text("utf8")
     assert headings(page) == list(TEACHER)
-    assert f"(../../notebooks/{name})" in page and len(page.split()) < 1_200
+    assert f"(../../../notebooks/{name})" in page and len(page.split()) < 1_200
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""Checks that both hosts run the same functions for a step and a change, as docs/one_step.md states."""
+"""Checks that both hosts run the same functions for a step and a change, as docs/project/one_step.md states."""
 
 from __future__ import annotations
 

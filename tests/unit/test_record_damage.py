@@ -122,7 +122,7 @@ def test_a_writer_that_appends_one_row_at_a_time_agrees_with_the_reader(tmp_path
 
 
 def test_random_damage_never_changes_rows_without_a_warning(subject: Any, good: Path, tmp_path: Path) -> None:
-    """A part of `make damage`, whose other seeds are in docs/reliability.md."""
+    """A part of `make damage`, whose other seeds are in docs/project/reliability.md."""
     found = [damage.play(subject, good, tmp_path / "case", seed) for seed in range(1, 30)]
     assert not [one for one in found if one["outcome"] not in damage.GOOD]
     assert {"warned", "refused"} <= {one["outcome"] for one in found}

@@ -30,11 +30,17 @@ RUNS = "_static/lessons"
 
 
 def test_every_page_is_on_the_site() -> None:
-    every = runpy.run_path(str(ROOT / "docs" / "conf.py"))["PAGES"].values()
-    shown = {name for names in every for name in names}
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    shown = {conf["root_doc"], *conf["LISTED"]}
     there = {p.relative_to(ROOT).with_suffix("").as_posix() for p in (ROOT / "docs").rglob("*.md")}
     there |= {f"notebooks/{name}" for name in LESSONS}
     assert there <= shown and all(list(ROOT.glob(f"{name}.*")) for name in shown)
+
+
+def test_the_sidebar_has_at_most_thirty_entries() -> None:
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    entries = [name for pages in conf["PAGES"].values() for name in pages]
+    assert len(entries) <= 30 and set(conf["UNDER"]) <= set(entries)
 
 
 def test_every_lesson_has_a_run_for_its_page() -> None:
@@ -82,7 +88,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1800)  # the build simulates a run for each lesson
 def test_the_site_has_all_pages_and_no_broken_links(site: Path) -> None:
     there = pages(site)
-    wanted = {"index.html", "docs/glossary.html", *(f"notebooks/{name}.html" for name in LESSONS)}
+    wanted = {"index.html", "docs/reference/glossary.html", *(f"notebooks/{name}.html" for name in LESSONS)}
     assert wanted <= {p.relative_to(site).as_posix() for p in there}
     assert not {p.name: wrong for p in there if (wrong := broken(p, site))}
 
@@ -122,7 +128,7 @@ def test_a_lessons_page_has_the_notebook_its_run_and_linked_terms(site: Path, na
     prose = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     assert text.count("<math ") == len(re.findall(r"\$\$[^$]+\$\$|\$[^$\n]+\$", prose)), "formulas are MathML"
     links = re.findall(r'<a class="word[^"]*" href="([^"]+)"', text)
-    assert "../docs/glossary.html#word-rank" in links and len(links) == len(set(links)) > 4
+    assert "../docs/reference/glossary.html#word-rank" in links and len(links) == len(set(links)) > 4
 
 
 @pytest.fixture(scope="module")

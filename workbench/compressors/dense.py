@@ -18,8 +18,8 @@ class Dense(Compressor):
 
     Bytes sent per rank: 2 (p-1)/p * 4 n for n fp32 elements (ring all-reduce). Other compressors are compared to it.
 
-    When to use it: first, and as long as no step waits for the network. In docs/compression.md no compressor clearly
-    reached the loss faster, without a limit or at 1 Gbit/s.
+    When to use it: first, and as long as no step waits for the network. In docs/project/compression.md no compressor
+    clearly reached the loss faster, without a limit or at 1 Gbit/s.
     """
 
     dtypes: ClassVar[tuple[str, ...]] = FLOATS + COMPLEX

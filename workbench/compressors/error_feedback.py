@@ -42,7 +42,7 @@ class ErrorFeedback(Compressor):
     moments.
 
     When to use it: around every biased compressor; their bare names include it. Unbiased ones do not need it. Adam's
-    first moment reduces late parts, so AdamW(beta1=0) or SGD suit it better (docs/compression.md).
+    first moment reduces late parts, so AdamW(beta1=0) or SGD suit it better (docs/project/compression.md).
 
     Reference: Seide et al., "1-Bit Stochastic Gradient Descent", Interspeech 2014; Karimireddy et al., "Error
     Feedback Fixes SignSGD", ICML 2019, https://arxiv.org/abs/1901.09847

@@ -1,4 +1,4 @@
-"""Writes the part of docs/reliability.md on other systems in the same test."""
+"""Writes the part of docs/project/reliability.md on other systems in the same test."""
 
 from __future__ import annotations
 
