@@ -41,6 +41,7 @@ class Lab(RunControls):
     The engines start in the background. Making the same lab again returns the same lab. With other arguments it first
     closes the old lab. Raises ClusterError if that is training.
 
+    ranks:    number of ranks, each on an engine of its own
     name:     labs of different names can coexist
     cluster:  the client connection file of an existing ipyparallel cluster. None starts one here
     profile:  the ipyparallel profile of an existing cluster
@@ -106,7 +107,12 @@ class Lab(RunControls):
 
     @classmethod
     def attach(cls, name: str | None = None) -> Lab:
-        """Returns the live lab that an earlier kernel detached, with its complete run."""
+        """Returns the live lab that an earlier kernel detached, with its complete run.
+
+        name:  the lab's name. None: any that is live
+
+        Raises ClusterError if there is none.
+        """
         for known in _labs.values():
             if known._usable and name in (None, known.name):
                 return known
@@ -170,7 +176,10 @@ class Lab(RunControls):
         return self.wait().cluster.view
 
     def wait(self, timeout: float | None = None) -> Lab:
-        """Waits until the engines are up. Raises ClusterError with the reason if they cannot start."""
+        """Waits until the engines are up. Raises ClusterError with the reason if they cannot start.
+
+        timeout:  seconds to wait. None: as long as the start takes
+        """
         self.cluster.wait(timeout)
         return self
 
@@ -180,14 +189,17 @@ class Lab(RunControls):
     ) -> Run:  # fmt: skip
         """Starts a run and returns it at once. If the same experiment already runs, returns that run.
 
-        Waits up to 60 s for a run that is stopping. Raises ClusterError if it does not end.
+        Waits up to 60 s for a run that is stopping. Raises ClusterError if it does not end, or if another run is live.
+        Raises KnobError if settings or changes are invalid.
 
-        resume:  a checkpoint's folder, or a run's directory for its newest checkpoint. Without an experiment the run
-                 goes on unchanged, bit-identical in lockstep. With one, different settings change before the first
-                 step.
-        changes: knobs to set before given steps. out: the run directory; else one is made in your data directory.
-        on_nan:  sets the experiment's knob of that name for this run. None leaves it as it is.
-        secret:  for riddles: text that dashboards show in place of verdicts and faults, until `run.secret` is "" again.
+        experiment:  the settings. None: the lab's `experiment`
+        changes:     knobs to set before given steps
+        out:         the run directory. None: one in your data directory
+        on_nan:      the value of the experiment's knob of that name for this run. None leaves it as it is
+        secret:      for riddles: text that dashboards show in place of verdicts and faults, until `run.secret` is ""
+        resume:      a checkpoint's folder, or a run's directory for its newest checkpoint. Without an experiment the
+                     run goes on unchanged, bit-identical in lockstep. With one, different settings change before the
+                     first step
         """
         wanted = (
             self.experiment
@@ -223,9 +235,13 @@ class Lab(RunControls):
         return run
 
     def set(self, path: str | Mapping[str, Any], value: Any = None) -> PendingChange:
-        """Sets a knob on all ranks before one step, or for the next run. Raises KnobError at once if it is invalid.
+        """Sets a knob on all ranks before one step, or for the next run. Returns a handle for the ranks' answer.
 
-        A dict of values by path sets several at once and checks them together. Strategy and partition may need this.
+        path:   the knob, such as "strategy.every". Or a dict of values by path: the lab checks them together and sets
+                them before the same step. Strategy and partition may need this
+        value:  the new value. Unused with a dict
+
+        Raises KnobError at once if it is invalid. Raises ClusterError if the lab is closed.
         `lab.turn` and `lab.turns` are old names of `lab.set` and `lab.changes` for one release.
         """
         if self.live and self._live:
@@ -239,8 +255,13 @@ class Lab(RunControls):
     def tune(self, paths: Any = None, **how: Any) -> Tuning:
         """Searches live for settings with the shortest step on a thread of its own. `wait()` returns the result.
 
-        The dashboard draws its trials. `lab.tuning` is the last search. See `workbench.tune` for the arguments and
-        `workbench.sim.tune.live_search` for the method. Raises KnobError. Another search under way is such an error.
+        The dashboard draws its trials. `lab.tuning` is the last search. For the method see
+        `workbench.sim.tune.live_search`.
+
+        paths:  the knobs to tune, as in `workbench.tune`. None: knobs that suit the strategy
+        how:    the other arguments of `workbench.tune`, and those of `Tuning`
+
+        Raises KnobError if a search is under way, no run is live, or an argument is invalid.
         """
         if self.tuning is not None and self.tuning.live:
             raise KnobError("tune: a search is under way; end it with lab.tuning.stop() or wait with lab.tuning.wait()")
@@ -291,7 +312,9 @@ class Lab(RunControls):
         return f"{what}; {self._live.run.holdup}" if self._live and self._live.run.holdup else what
 
     def dashboard(self, read_only: bool = False) -> Any:
-        """Returns the dashboard as a widget. With `read_only` it is a separate one without controls.
+        """Returns the dashboard as a widget.
+
+        read_only:  return a separate one without controls
 
         Its `dock()` shows it in a panel next to the notebook. `state()` and `restore(state)` keep its open parts.
         """

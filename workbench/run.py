@@ -44,13 +44,16 @@ class Checkpoint(recorded.Checkpoint):
 
     `Checkpoint.open(path)` takes its folder, or a run's directory for the newest one. `step` is the step before which
     it was made. `ranks` is the number of ranks that trained. `settings` are their settings as plain values.
+
+    path:  its folder
+    said:  its manifest as plain values
     """
 
     def model(self, task: Any = None, into: nn.Module | None = None) -> nn.Module:
         """Returns the trained model on the CPU.
 
-        task: the Task if the settings do not describe it
-        into: a model that takes the values and is returned
+        task:  the Task if the settings do not describe it
+        into:  a model that takes the values and is returned
 
         Verifies each file's digest before it uses a value. Raises RunError if a file is damaged. Raises KnobError if
         the settings or the model belong to another task.
@@ -64,7 +67,15 @@ def plan(
     experiment: Experiment, *, costs: Costs | None = None, strategies: Iterable[Any] = (),
     partitions: Iterable[Any] = (),
 ) -> list[PlannedPair]:  # fmt: skip
-    """Returns valid pairs of strategy and partition, fastest first. See `workbench.sim.plan.planner`."""
+    """Returns valid pairs of strategy and partition, fastest first. See `workbench.sim.plan.planner`.
+
+    experiment:  the settings: ranks, task, batch and `memory_mb`
+    costs:       compute times (`Costs.measured(run)`) if the experiment has no `pace`
+    strategies:  by default the exact ones and the experiment's own
+    partitions:  by default whole replicas with and without checkpointing, and up to 64 stages or slices
+
+    Raises KnobError if no compute time is known, or if no pair is left.
+    """
     from workbench.sim.plan.planner import plan
 
     return plan(experiment, costs=costs, strategies=strategies, partitions=partitions)
@@ -74,14 +85,31 @@ def balance(
     experiment: Experiment, *, times: Sequence[tuple[float, float]] | None = None,
     slow: Sequence[float] | record.Run | None = None, rounds: int = 9,
 ) -> BalanceProposal:  # fmt: skip
-    """Returns the cuts that make a pipeline's slowest stage fastest. See `workbench.sim.plan.balancer`."""
+    """Returns the cuts that make a pipeline's slowest stage fastest. See `workbench.sim.plan.balancer`.
+
+    experiment:  settings whose partition has stages
+    times:       seconds of a forward and a backward of one micro-batch through each part. None: measured here
+    slow:        by stage, the factor by which its ranks are slower. Or a run that gives the factors
+    rounds:      number of measurements
+
+    Raises KnobError if the partition has no stages, or if the model cannot be cut into so many.
+    """
     from workbench.sim.plan.balancer import balance
 
     return balance(experiment, times=times, slow=slow, rounds=rounds)
 
 
 def tune(on: Experiment | TrainingRanks, paths: Trying = None, **how: Any) -> Tuned:
-    """Searches by trials for settings with the shortest step. See `workbench.sim.tune.tuner`."""
+    """Searches by trials for settings with the shortest step. See `workbench.sim.tune.tuner`.
+
+    on:     an Experiment to simulate, or a Lab with training ranks
+    paths:  live knobs to tune: values or a range `(low, high)` by knob, or a list of knobs. None: knobs that suit the
+            strategy
+    how:    within, trials, steps, settle, seed, costs, and the arguments of `Tuning` for a Lab
+
+    Raises KnobError if a knob cannot be searched, the lab has no live run, or Optuna is missing. Raises RunError if the
+    run ends before the trials.
+    """
     from workbench.sim.tune.tuner import tune
 
     return tune(on, paths, **how)
@@ -143,7 +171,10 @@ class Run(RunFrames):
 
     @classmethod
     def of(cls, run: record.Run) -> Self:
-        """Returns the same ended run with the methods of this class."""
+        """Returns the same ended run with the methods of this class.
+
+        run:  a run of the record alone, such as an internal function returns
+        """
         return cls(
             run.experiment, timeline=run.timeline, environment=run._environment, name=run.name, started=run.started,
             epoch=run.epoch, parent=run.parent,
@@ -154,8 +185,12 @@ class Run(RunFrames):
         """Returns a run from traces of any job by torch.profiler: one file per rank, .json or .json.gz.
 
         Its timeline has steps, kernels or operators, collectives and their exposed parts. So all analyses of timelines
-        work. See `analysis/export/taken.py`. `save` keeps it as a run directory. Nothing in a trace is executed. Raises
-        RunError if a file is no such trace or too large.
+        work. See `analysis/export/taken.py`. `save` keeps it as a run directory. Nothing in a trace is executed.
+
+        paths:  the files, in any order
+        name:   the run's name. "": that of their folder
+
+        Raises RunError if a file is no such trace or too large, or if there are no files.
         """
         every = [paths] if isinstance(paths, str | Path) else list(paths)
         if not every:
@@ -175,7 +210,13 @@ class Run(RunFrames):
         return analysis.summarise_run(self)
 
     def what_if(self, settings: Mapping[str, Any] | None = None, network: str = "") -> WhatIf:
-        """Predicts the run under other settings by a calibrated simulation. See `workbench.sim.plan.what_if`."""
+        """Predicts the run under other settings by a calibrated simulation. See `workbench.sim.plan.what_if`.
+
+        settings:  values by path, such as `{"ranks": 16}`
+        network:   a network's name, such as "100 GbE", in place of the run's. `settings` take precedence
+
+        Raises KnobError if a setting is invalid or cannot be simulated. Raises ValueError without a complete step.
+        """
         from workbench.sim.plan.what_if import what_if
 
         found = what_if(self, settings, network)
@@ -183,7 +224,13 @@ class Run(RunFrames):
 
     def scaling(self, settings: Mapping[str, Any] | None = None, network: str = "",
                 ranks: Sequence[int] | None = None) -> Scaling:  # fmt: skip
-        """Predicts it for several numbers of ranks. The default is 2 to 4096. See `workbench.sim.plan.scaling`."""
+        """Predicts it for several numbers of ranks. See `workbench.sim.plan.scaling`.
+
+        settings, network:  as in `what_if`
+        ranks:              the numbers, up to 4096. None: 2, 4, 8, ... 4096
+
+        Raises the errors of `what_if`.
+        """
         from workbench.sim.plan.what_if import RANK_COUNTS, predict_scaling
 
         return predict_scaling(self, settings, network, RANK_COUNTS if ranks is None else ranks)
@@ -196,13 +243,13 @@ class Run(RunFrames):
         The whole model is assembled from shards, slices and stages. Drifted replicas are averaged. It comes from a
         checkpoint. The checkpoint of a live run stays.
 
-        step: of the checkpoint before that step instead
-        task: for a recorded run (it lacks your own functions)
-        timeout: seconds to wait for a live run's boundary
-        into: a model to fill and return. A loop of its own needs it because only the loop can make the model
+        step:     take the checkpoint before this step instead
+        task:     the Task of a recorded run, whose record lacks your own functions
+        timeout:  seconds to wait for a live run's boundary
+        into:     a model to fill and return. A loop of its own needs it because only the loop can make the model
 
-        Raises RunError with the kept steps if the model was not kept. Raises TimeoutError, and KnobError for another
-        task's settings.
+        Raises RunError with the kept steps if the model was not kept. Raises TimeoutError if no checkpoint is complete
+        in time. Raises KnobError if the settings are another task's.
         """
         from workbench.sim.run.resuming import model_of
 
@@ -218,8 +265,12 @@ class Run(RunFrames):
     def save_model(self, path: Path | str, step: int | None = None, task: Any = None, timeout: float = 60.0) -> Path:
         """Writes `model(...)` to `path`, as `.safetensors` (needs safetensors) or torch's state dict.
 
-        `torch.load(path, weights_only=True)` reads the latter. Raises the errors of `model`. Raises RunError if
-        it cannot write.
+        `torch.load(path, weights_only=True)` reads the latter.
+
+        path:                 the file to write
+        step, task, timeout:  as in `model`
+
+        Raises the errors of `model`. Raises RunError if it cannot write.
         """
         from workbench.sim.run.resuming import saved_state, write_state
 
@@ -227,6 +278,10 @@ class Run(RunFrames):
 
     def segment(self, first: int, stop: int) -> Self:
         """Returns steps `[first, stop)` as a run of their own.
+
+        first, stop:  steps from 0
+
+        Raises KnobError if they are not integers from 0, or `stop` is not after `first`.
 
         >>> Run({"ranks": 2}, name="tour").segment(10, 20).name
         'tour, steps 10 to 19'
@@ -245,10 +300,12 @@ class Run(RunFrames):
 
         The columns are `unit`, `a` (this run), `b`, `difference` (b - a), `verdict` and `why`. `low` and `high` are the
         99 % interval of the difference. The verdict on b is `better`, `worse`, `alike` or `unknown`, which `why`
-        explains. To compare two
-        segments of one run, use `run.segment(...)`.
+        explains. To compare two segments of one run, use `run.segment(...)`.
 
-        tolerance: share of a's value by which b may be worse (0 to 10). Raises RunError for another.
+        other:      the run b
+        tolerance:  share of a's value by which b may be worse, 0 to 10
+
+        Raises RunError for another tolerance.
 
         >>> Run({"ranks": 2}, name="a").compare(Run({"ranks": 2}, name="b")).verdict["step time"]
         'unknown'
@@ -258,8 +315,9 @@ class Run(RunFrames):
         return pd.DataFrame(analysis.compare_runs(self, other, tolerance)).set_index("metric")
 
     def advice(self, last: int = 40) -> AdviceTable:
-        """Returns the largest costs of a step over the last steps and what to try next. See
-        `workbench.sim.plan.advice`.
+        """Returns the largest costs of a step and what to try next. See `workbench.sim.plan.advice`.
+
+        last:  number of steps that it judges, up to the newest
 
         >>> Run({"ranks": 2}, name="tour").advice().unjudged[:17]
         'Too few steps to '
@@ -271,8 +329,12 @@ class Run(RunFrames):
     def export(self, to: str, out: Path | str | None = None) -> Path:
         """Writes the run for another tool: `perfetto`, `chrome`, `parquet`, `csv` or `tensorboard`. Returns the path.
 
-        `workbench.analysis.export.files` describes each form. out: file or folder. The default is NAME-FORM in the
-        working directory. Raises RunError for an unknown form or if it cannot write.
+        `workbench.analysis.export.files` describes each form.
+
+        to:   the form
+        out:  file or folder. None: NAME-FORM in the working directory
+
+        Raises RunError for an unknown form, or if it cannot write.
         """
         from workbench.analysis.export.files import export_run
 
@@ -288,7 +350,9 @@ class Run(RunFrames):
         return analysis.summary_line(self)
 
     def dashboard(self, read_only: bool = False) -> Any:
-        """Returns the dashboard as a widget. With `read_only` it is a separate one without controls.
+        """Returns the dashboard as a widget.
+
+        read_only:  return a separate one without controls
 
         Its `dock()` shows it in a panel next to the notebook. `state()` and `restore(state)` keep its open parts.
         """
@@ -306,7 +370,20 @@ def simulate(
     replay: record.Run | None = None, alike: bool = False, resume: Checkpoint | None = None,
     checkpoints: Path | None = None,
 ) -> Run:  # fmt: skip
-    """Runs `experiment` on a virtual clock without processes. See `workbench.sim.run.simulate`."""
+    """Runs `experiment` on a virtual clock without processes. See `workbench.sim.run.simulate`.
+
+    experiment:   the settings, with a number of `steps`
+    changes:      knobs to set before given steps
+    costs:        durations of compute and messages. None: the `pace` and the Fabric alone
+    real:         compute real tensors. False: sizes only
+    replay:       a recorded run whose order of messages and decisions to repeat
+    alike:        simulate only the first replica, which stands for the other replicas. Needs sizes only
+    resume:       the checkpoint to continue from, with real tensors
+    checkpoints:  the folder for the checkpoints of `save_every`, with real tensors
+
+    Raises KnobError if the experiment cannot be simulated. Raises StrategyError if ranks' requests differ. Raises
+    Deadlock if ranks wait for each other, or loop while no time passes.
+    """
     from workbench.sim import simulate
 
     run = Run.of(simulate(experiment, changes=changes, costs=costs, real=real, replay=replay, alike=alike,

@@ -55,6 +55,46 @@ def test_other_projects_can_link_to_public_methods(tmp_path: Path) -> None:
     assert "workbench.Lab.state" in found["py:property"]
 
 
+METHODS = [(name, method) for name in LISTED for method in api.public(name)]
+
+
+@pytest.mark.parametrize(("name", "method"), METHODS, ids=lambda x: x if isinstance(x, str) else x.name)
+def test_a_docstring_describes_each_parameter_and_each_error(name: str, method: api.Method) -> None:
+    owner = getattr(workbench, name)
+    assert not api.lacks(owner if inspect.isclass(owner) else None, method)
+    page = next(page for page, names in api.PAGES.items() if name in names)
+    text = (ROOT / "docs" / "reference" / "api" / f"{page}.md").read_text()
+    entry = re.search(rf"^## {name}\n.*?(?=^## |\Z)", text, re.S | re.M)
+    assert entry and (not inspect.isclass(owner) or f"| `{method.name}" in entry[0])
+
+
+@pytest.mark.parametrize("name", [name for name in LISTED if inspect.isclass(getattr(workbench, name))])
+def test_a_class_describes_each_parameter_of_its_constructor(name: str) -> None:
+    assert not api.undescribed(getattr(workbench, name))
+
+
+def test_a_missing_description_is_found() -> None:
+    class Bad:
+        """Holds. number: not in a paragraph of its own."""
+
+        def silent(self) -> None:
+            raise ValueError
+
+        def hold(self, number: int, other: int) -> int:
+            """Holds a number. Raises KeyError for no number.
+
+            other:  another number
+            """
+            if number < 0:
+                raise KeyError(number)
+            raise workbench.KnobError("number=-1")
+
+    Bad.__module__ = "workbench.bad"
+    silent, hold = api.methods(Bad)
+    assert api.lacks(Bad, silent) == ["a summary", "error ValueError"]
+    assert api.lacks(Bad, hold) == ["parameter number", "error KnobError"]
+
+
 INTERNAL = {  # caught inside the workbench, or turned into another error
     "Aborted", "AuthenticationError", "CoroutineEnded", "Damaged", "LawBroken", "LeaveLoop", "LeftBehind", "LoopEnded",
     "Mismatch", "NoAnswer", "NoSteps", "NotNeeded", "Overruled", "Preempted", "RankNotBegun", "Refused", "ResizeSignal",

@@ -64,6 +64,13 @@ class Compressor(Family):
 
     `strays` follows from the knobs. Under error feedback the unsent part shrinks by this factor in each step, in some
     norm and on average. So it is bounded if the factor is below 1.
+
+    Its methods take these arguments:
+
+    rank:    this rank with its verbs
+    bucket:  the bucket to sum, `data` `(n,)`
+    memory:  its Memory on this rank, kept between steps
+    parts:   the model's parameters in order, each with its name and shape
     """
 
     home: ClassVar[str] = "workbench.compressors"
@@ -153,15 +160,21 @@ def inside(compressor: Compressor) -> Iterator[Compressor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Codec(Compressor):
-    """A compressor of 2 pure functions, its Coder. They define the exchange."""
+    """A compressor of 2 pure functions, its Coder. They define the exchange.
+
+    x:        the tensor to encode, of any shape
+    payload:  the tensors that `encode` returned
+    like:     a tensor with the shape, dtype and device of the result
+    chosen:   the part of a payload that selects elements
+    """
 
     @abstractmethod
     def encode(self, x: Tensor) -> Payload:
-        """(...) -> the tensors to send; their shapes depend only on the shape of `x`."""
+        """Returns the tensors to send for `x`. Their shapes depend only on the shape of `x`."""
 
     @abstractmethod
     def decode(self, payload: Payload, like: Tensor) -> Tensor:
-        """The tensors of `encode` -> (...) in the shape and the dtype of `like`."""
+        """Returns the tensor that a payload stands for, in the shape and the dtype of `like`."""
 
     def chosen(self, payload: Payload) -> Tensor | None:
         """Returns the part of a payload that selects elements, such as places. None if it covers the whole tensor."""

@@ -26,8 +26,11 @@ def report(path: Path | str) -> Iterator[list[Run]]:
             lab.run(experiment).wait()
 
     The first run's page is `path`. The second run's page is `out-2.html`. Simulations count as runs. The block gets
-    the list of the runs so far. A run that is still live at the end appears up to that point. Raises RunError if no run
-    began, or if a page cannot be written.
+    the list of the runs so far. A run that is still live at the end appears up to that point.
+
+    path:  the page to write
+
+    Raises RunError if no run began, or if a page cannot be written.
     """
     if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
         raise RunError(f"path={str(path)[:60]!r}: must be a page to write, such as 'out.html'")

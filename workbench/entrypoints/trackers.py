@@ -97,6 +97,10 @@ def list_metrics(run: Run, first: int, stop: int) -> list[tuple[int, float, dict
 def log_to(run: Run, tracker: str, project: str = "training-workbench") -> Sink:
     """Sends `run` to "mlflow", "trackio" or "wandb", live or afterwards; returns at once.
 
+    run:      a live or ended run
+    tracker:  the tracker's name
+    project:  the project or experiment at the tracker
+
     Raises RunError for an unknown tracker, or one that is not installed.
     """
     if tracker not in TRACKERS:

@@ -82,9 +82,12 @@ class Experiment:
         normalise(self, "")
 
     def set(self, path: str | Mapping[str, Any], value: Any = None) -> Experiment:
-        """Changes one knob, or several from a dict. Checks and returns the new experiment.
+        """Returns the experiment with one knob changed, or several. Checks them together.
 
-        `policy` may be None: only people decide. Raises KnobError. `experiment.turn` is the old name for one release.
+        path:   the knob, such as "strategy.every". Or a dict of values by path
+        value:  the new value, a member's name or plain JSON. `policy` may be None: only people decide
+
+        Raises KnobError if a value or the combination is invalid. `experiment.turn` is the old name for one release.
         """
         settings = each(path, value)
         if "policy" in settings and settings["policy"] is None:
@@ -94,7 +97,10 @@ class Experiment:
     turn = set
 
     def checked(self) -> Experiment:
-        """Returns this experiment if every knob and their combination are valid. Raises KnobError."""
+        """Returns this experiment if every knob and their combination are valid.
+
+        Raises KnobError if one is not. The message names an alternative.
+        """
         good = checked(self)
         for compressor in inside(good.compressor):
             if reason := compressor.refuses():
@@ -147,7 +153,11 @@ class Experiment:
         return replace(self, lr=self.lr or self.task.lr, batch=self.batch or self.task.batch)
 
     def evaluates(self, before: int, step: int) -> bool:
-        """Whether the held-out loss is due at `step`, which follows step `before`."""
+        """Whether the held-out loss is due at `step`.
+
+        before:  the step that it follows
+        step:    the present step, from 0
+        """
         return bool(self.eval_every) and step // self.eval_every > before // self.eval_every
 
     def plain(self) -> dict[str, Any]:
@@ -156,9 +166,12 @@ class Experiment:
 
     @classmethod
     def read(cls, plain: dict[str, Any], task: TaskBase | None = None) -> Experiment:
-        """Reads what `plain` wrote. Raises KnobError.
+        """Reads what `plain` wrote.
 
-        task: the original task, because `plain` keeps only the names of your own functions
+        plain:  settings by name
+        task:   the original task, because `plain` keeps only the names of your own functions
+
+        Raises KnobError if `plain` is no dict or holds an invalid setting.
         """
         if not isinstance(plain, dict):
             raise KnobError(f"experiment={short(plain)}: must be a dict of settings, as Experiment().plain() makes")

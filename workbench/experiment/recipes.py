@@ -53,7 +53,12 @@ def recipes() -> dict[str, Callable[[], Experiment]]:
 
 
 def recipe(name: str) -> Experiment:
-    """Returns the experiment of the recipe `name`. Raises KnobError with the nearest name if it is unknown."""
+    """Returns the experiment of a recipe.
+
+    name:  such as "first_run". `docs/reference/experiment.md` lists all recipes
+
+    Raises KnobError with the nearest name if it is unknown.
+    """
     every = recipes()
     if not isinstance(name, str):
         raise KnobError(f"recipe={short(name)}: must be a recipe's name; there are {', '.join(every)}")

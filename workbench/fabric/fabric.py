@@ -20,6 +20,7 @@ class Fabric:
     site:       neighbouring ranks share a site, such as a machine or a rack. Traffic between sites has the smaller
                 bandwidth and the larger latency of the Link and the `between_` settings
     host, disk: bandwidths for state that is kept off a rank's device (ZeROOffload and ZeROInfinity)
+    ranks:      in methods: numbers of ranks in ascending order
     """
 
     link: Link = knob(Link(), doc="each rank's port")
@@ -45,11 +46,11 @@ class Fabric:
         return self._far.shaped if self.site else self.link.shaped
 
     def crosses(self, ranks: Sequence[int]) -> bool:
-        """Whether `ranks` (ascending) are on several sites."""
+        """Whether `ranks` are on several sites."""
         return self.site > 0 and ranks[0] // self.site != ranks[-1] // self.site
 
     def path(self, ranks: Sequence[int]) -> Link:
-        """Returns the Link for traffic among `ranks` (ascending).
+        """Returns the Link for traffic among `ranks`.
 
         A collective over several sites goes around a ring, and its slowest hop sets the pace. An all-to-all has the
         same price, although a part of it stays inside a site.
@@ -60,6 +61,8 @@ class Fabric:
         """Returns the fabric with `size` separate ports in place of a shared one, `size` times as slow.
 
         For costs that are computed group by group: the load of all ranks slows a bus, not that of one group.
+
+        size:  number of ranks that share the port
         """
         if not self.shared:
             return self
@@ -67,7 +70,11 @@ class Fabric:
         return replace(self, shared=False, link=replace(self.link, bandwidth=link), between_bandwidth=between)
 
     def measured(self, latency: float, bandwidth: float) -> Fabric:
-        """Returns this fabric with a Link of this latency (ms) and bandwidth (Mbit/s); 0: unchanged."""
+        """Returns this fabric with the latency and bandwidth of a measured Link.
+
+        latency:    of a message, in ms. 0: unchanged
+        bandwidth:  of a port, in Mbit/s. 0: unchanged
+        """
         link = replace(self.link, latency=latency or self.link.latency, bandwidth=bandwidth or self.link.bandwidth)
         return replace(self, link=link)
 

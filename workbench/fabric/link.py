@@ -22,15 +22,24 @@ class Link:
 
     @property
     def shaped(self) -> bool:
+        """Whether it limits the bandwidth or adds a latency."""
         return bool(self.bandwidth or self.latency)
 
     def seconds(self, nbytes: float, messages: int) -> float:
-        """Returns how long consecutive messages of `nbytes` in total occupy a port, without jitter."""
+        """Returns the seconds for which consecutive messages occupy a port, without jitter.
+
+        nbytes:    their bytes in total
+        messages:  their number
+        """
         wire = nbytes * 8e-6 / self.bandwidth if self.bandwidth else 0.0
         return messages * self.latency * 1e-3 + wire
 
     def noise(self, seed: int, number: int) -> float:
-        """Returns the factor >= 1 on operation `number`, the same on every rank."""
+        """Returns the factor >= 1 on the duration of an operation, the same on every rank.
+
+        seed:    the experiment's seed
+        number:  the operation's number, from 0
+        """
         return 1.0 + self.jitter * Random(f"{seed}/{number}").random() if self.jitter else 1.0
 
 

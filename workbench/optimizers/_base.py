@@ -23,6 +23,8 @@ class Optimizer(Family):
     own:     how ranks that trained apart agree on optimizer state, by its name in torch's object or a pattern: "mean"
              (for integers the first rank's value), or "drop", which sets it to zero
     of_task: `make` returns the task's own, whose class is known only with a model
+    params:  parameters, or groups of them as torch takes them
+    lr:      the learning rate. 0: the rate of the task's own optimizer
     """
 
     home: ClassVar[str] = "workbench.optimizers"
@@ -31,11 +33,17 @@ class Optimizer(Family):
 
     @abstractmethod
     def make(self, params: list[Any], lr: float, own: Own) -> torch.optim.Optimizer:
-        """Returns a torch Optimizer of `params`; lr = 0 means the rate of the task's own."""
+        """Returns a torch Optimizer of `params`.
+
+        own:  makes the task's own optimizer of these parameters at a given rate
+        """
 
     def build(self, own: Callable[[Iterable[Any], float], torch.optim.Optimizer], params: Iterable[Any],
               lr: float) -> torch.optim.Optimizer:  # fmt: skip
-        """Calls `make` with the function that makes the task's own optimizer of any parameters."""
+        """Returns the result of `make` for these parameters.
+
+        own:  makes the task's own optimizer of any parameters at a given rate
+        """
         trained = list(params)
         return self.make(trained, lr, lambda rate: own(trained, rate))
 

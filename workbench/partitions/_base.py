@@ -35,6 +35,10 @@ class Partition(Family):
 
     A strategy acts between replicas, a partition inside one. A strategy sees only the ranks that hold the same piece,
     so its code knows nothing of partitions.
+
+    stage:   a stage's number, from 0
+    memory:  the compressor's Memory on this rank
+    batch:   the experiment's `batch`, in examples per rank. 0: unknown
     """
 
     home: ClassVar[str] = "workbench.partitions"
@@ -117,5 +121,5 @@ class Partition(Family):
         yield from ()
 
     def refuses(self, batch: int) -> str | None:
-        """Returns why it cannot take a batch of this size (0: unknown), with a remedy; or None."""
+        """Returns why it cannot take a batch of this size, with a remedy; or None."""
         return None

@@ -15,7 +15,8 @@ from workbench.settings import Change, Family, knob
 class Decision(NamedTuple):
     """Knobs to set together before the next step in this order, with a reason. Either all are set or none.
 
-    changes: values by path for `Experiment.set`: a number or a setting as plain JSON
+    reason:   why, in a sentence for the record
+    changes:  values by path for `Experiment.set`: a number or a setting as plain JSON
     """
 
     reason: str
@@ -40,7 +41,10 @@ class Seen:
     changes: tuple[Change, ...] = ()
 
     def mean(self, name: str) -> float:
-        """Returns the mean over the ranks that have this number; NaN if none has."""
+        """Returns the mean over the ranks that have this number; NaN if none has.
+
+        name:  one of the names that the policy `reads`
+        """
         known = [x for x in self.numbers[name] if not math.isnan(x)]
         return fmean(known) if known else math.nan
 
@@ -64,6 +68,12 @@ class Policy(PolicyBase):
 
     reads:  names of Samples; the policy gets each rank's mean since the last look. "compute" is no Sample: it is the
             rank's seconds of compute per step, without waiting
+
+    Its methods take these arguments:
+
+    experiment: the settings in force
+    seen:       the numbers and the changes since the last look
+    state:      the result of `init`
     """
 
     paused: bool = knob(False, doc="it looks no more and leaves everything as it is")
@@ -77,7 +87,10 @@ class Policy(PolicyBase):
         return None
 
     def next_look(self, experiment: Any, after: int) -> int:
-        """Returns the first step after `after` before which it looks; -1 is before the first step."""
+        """Returns the next step before which it looks.
+
+        after:  the step of the last look. -1: before the first step
+        """
         return max(after, 0) + self.look_every
 
     def needs(self, experiment: Any) -> str | None:

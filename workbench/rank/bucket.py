@@ -28,6 +28,10 @@ class Bucket:
     `data` is 1-D and contiguous; `offset` is its start in the model's flat vector. A bucket's state is in a `Memory` by
     place in the model. So it survives a change of bucket size.
 
+    index:  the bucket's number, from 0
+    data:   `(n,)` of one dtype
+    parts:  the places of its parameters in `data`
+    offset: its start in the model's flat vector
     kept:   the part of a gradient bucket that is left after `give_back`; else None
     forget: releases a bucket of gradients from its layout; else None
     """
@@ -54,10 +58,15 @@ class Bucket:
 
     @property
     def nbytes(self) -> int:
+        """The bytes of its elements."""
         return self.data.numel() * self.data.element_size()
 
     def shard(self, index: int, size: int) -> Bucket:
-        """Returns slice `index` of `size` slices of ceil(n / size) elements at its place. The last may be shorter."""
+        """Returns one of `size` slices of ceil(n / size) elements, at its place. The last may be shorter.
+
+        index:  the slice, from 0
+        size:   number of slices
+        """
         n, whole = -(-self.data.numel() // size), self.data.numel()
         start, stop = min(index * n, whole), min((index + 1) * n, whole)
         cut = [(p.name, max(p.start, start) - start, min(p.stop, stop) - start) for p in self.parts]
@@ -65,7 +74,10 @@ class Bucket:
         return Bucket(self.index, self.data[start:stop], parts, self.offset + start)
 
     def give_back(self, kept: Tensor) -> None:
-        """Keeps only `kept`, which is stored elsewhere. The layout of these gradients releases its memory."""
+        """Keeps only `kept`, which is stored elsewhere. The layout of these gradients releases its memory.
+
+        kept:  a part of the gradients, `(m,)`
+        """
         self.kept = kept
         if self.forget is not None:
             self.forget()
@@ -85,7 +97,10 @@ class Bucket:
             self.release()
 
     def like(self, data: Tensor) -> Bucket:
-        """Returns a bucket at the same place with other data of the same length."""
+        """Returns a bucket at the same place with other data.
+
+        data:  of the same length
+        """
         made = Bucket(self.index, data, self.parts, self.offset)
         made._places = self._places
         return made
@@ -100,6 +115,10 @@ class Memory:
     `flat` keeps one value per element of the model, such as an error-feedback residual or an anchor. `parts` keeps one
     object per parameter, such as a PowerSGD factor. Their keys are places in the model, never buckets. `generator`
     draws this rank's own random numbers.
+
+    seed:    of the random numbers
+    name:    of the values, such as "residual"
+    bucket:  the bucket of gradients or parameters that the values belong to
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -115,7 +134,9 @@ class Memory:
         return bool(self._generator)
 
     def generator(self, device: Any = "cpu") -> Generator | None:
-        """Returns the generator for tensors on `device`. It differs between ranks and repeats for the same seed.
+        """Returns the generator for tensors on a device. It differs between ranks and repeats for the same seed.
+
+        device:  torch's device or its name
 
         None for torch's meta device, because its tensors have no values.
         """
@@ -128,7 +149,9 @@ class Memory:
         return self._generator[str(device)]
 
     def flat(self, name: str, bucket: Bucket, kind: dtype | None = None) -> Tensor:
-        """Returns the buffer for `bucket`: `(n,)` in the bucket's dtype or in `kind`, initially zero.
+        """Returns the buffer for a bucket: `(n,)`, initially zero.
+
+        kind:  its dtype. None: the bucket's
 
         The tensor is contiguous and shared: writing into it changes the memory. It is cut again if the bucket's
         parameters change.
@@ -138,7 +161,10 @@ class Memory:
         return self._join(name, key, bucket, kind) if found is None else found
 
     def keep(self, name: str, bucket: Bucket, values: Tensor) -> None:
-        """Replaces the tensor of `flat` for `bucket` by `values` `(n,)` without a copy."""
+        """Replaces the tensor of `flat` for a bucket without a copy.
+
+        values:  `(n,)`
+        """
         self._joined[name, bucket.places] = values
         for part in bucket.parts:
             self.buffers[name][part.name] = values[part.start : part.stop]
@@ -164,7 +190,10 @@ class Memory:
         return made
 
     def copy_from(self, other: Memory) -> None:
-        """Takes over copies of another Memory's tensors; both share the random generators."""
+        """Takes over copies of another Memory's tensors; both share the random generators.
+
+        other:  the Memory to copy
+        """
         buffers = {kind: {name: x.clone() for name, x in of.items()} for kind, of in other.buffers.items()}
         self.restore(buffers, deepcopy(other.parts), other.seed, other._generator)
 
@@ -176,7 +205,9 @@ class Memory:
                 generators: dict[str, Generator]) -> None:  # fmt: skip
         """Takes over saved state in place of its own.
 
-        generators: by device
+        buffers:     `(n,)` by name and parameter
+        parts:       objects by name and parameter
+        generators:  by device
         """
         self.buffers, self.parts, self._joined = buffers, parts, {}
         self.seed, self._generator = seed, generators
@@ -187,6 +218,7 @@ class Memory:
             self.drop(name)
 
     def drop(self, name: str) -> None:
+        """Drops the values of one name."""
         self.buffers.pop(name, None)
         self.parts.pop(name, None)
         self._joined = {k: v for k, v in self._joined.items() if k[0] != name}

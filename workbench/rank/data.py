@@ -14,5 +14,9 @@ class Data:
         return Op("batch")
 
     def client(self, index: int, count: int) -> Op:
-        """Makes this rank read as client `index` of `count`: the data has `count` shards per rank."""
+        """Makes this rank read the data of one client.
+
+        index:  the client, from 0
+        count:  number of clients: the data has so many shards per rank
+        """
         return Op("client", index, count)

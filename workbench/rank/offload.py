@@ -18,7 +18,11 @@ class Elsewhere:
 
     # host and disk
     def offload(self, shard: Bucket, what: str, to: str) -> Op:
-        """Keeps `what` ("gradients", "optimizer state", "parameters") of a shard on "host" or "disk".
+        """Keeps a part of a shard's state off the device.
+
+        shard:  a bucket, or a shard of one
+        what:   "gradients", "optimizer state" or "parameters"
+        to:     "host" or "disk"
 
         Anything already off the device moves there. For parameters this is a copy: `hold` decides what stays in the
         model.
@@ -30,9 +34,13 @@ class Elsewhere:
     def fetch(self, shard: Bucket, what: str, to: str = "device", keep: bool = False) -> Op:
         """Brings offloaded state to the "host" or back to the "device".
 
-        For parameters or gradients that reach the device it returns (n,), owned by the caller; otherwise None.
+        shard:  a bucket, or a shard of one
+        what:   as in `offload`
+        to:     "host" or "device"
+        keep:   whether the offloaded copy stays as well
 
-        keep: whether the offloaded copy stays as well
+        For parameters or gradients that reach the device it returns (n,), owned by the caller; otherwise None. Raises
+        StrategyError for another `what` or `to`.
         """
         return self._kept("fetch", shard, what, to, "device", keep)
 

@@ -22,6 +22,7 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 class Rank(Data, Elsewhere):
     """Everything that a strategy may see and use. Every verb completes before it returns; `start` overlaps.
 
+    seed:         of this rank's random numbers
     index, size:  this rank and the number of ranks, of the run or of a group
     id:           this rank in the run, for records. An algorithm uses `index`
     members:      by place, the number that each rank keeps for the whole run. (): the place itself
@@ -64,12 +65,16 @@ class Rank(Data, Elsewhere):
             return find_former_verb(self, name)
 
     def number(self, place: int | None = None) -> int:
-        """Returns the number in the run of the rank at `place`, or of this rank. Messages for people use it."""
+        """Returns the number in the run of a rank. Messages for people use it.
+
+        place:  the rank's place, from 0. None: this rank
+        """
         place = self.id if place is None else place
         return self.members[place] if self.members else place
 
     @property
     def mesh(self) -> Mesh:
+        """The named dimensions in which the strategy arranges the ranks that train."""
         return self._mesh
 
     @mesh.setter
@@ -78,7 +83,9 @@ class Rank(Data, Elsewhere):
         self._groups.clear()
 
     def group(self, *dims: str) -> Rank:
-        """Returns a Rank for this rank's group along the mesh dimensions `dims`, with the same verbs.
+        """Returns a Rank for this rank's group along some mesh dimensions, with the same verbs.
+
+        dims:  names of dimensions
 
         Several dimensions make one group of all their ranks. Raises StrategyError for an unknown dimension. Raises it
         on a server, too, which is outside the mesh.
@@ -100,14 +107,18 @@ class Rank(Data, Elsewhere):
 
     # compute
     def forward(self, x: Any = None, micro: int = 0) -> Forward:
-        """Returns the loss of the next batch or of `x`. Before a pipeline's last stage it returns the activation.
+        """Returns the loss of a batch. Before a pipeline's last stage it returns the activation.
 
-        `micro` names this forward for its backward. Several may be open at once.
+        x:      the batch, or the activation from the stage before. None: the next batch
+        micro:  names this forward for its backward. Several may be open at once
         """
         return Forward(x, micro)
 
     def backward(self, grad: float | Tensor | None = None, micro: int = 0) -> Backward:
-        """Computes gradients of `micro`'s forward times `grad`, a number or an activation's gradient.
+        """Computes gradients of a forward times `grad`.
+
+        grad:   a number, or the gradient of the stage's activation. None: 1
+        micro:  the forward's name
 
         Gradients add up until `update`. `async for` yields buckets as they fill, with the sums so far.
         """
@@ -115,6 +126,10 @@ class Rank(Data, Elsewhere):
 
     def update(self, bucket: Bucket | None = None, by: Callable[[], None] | None = None, on: str = "device") -> Op:
         """Steps the optimizer with the present gradients, then clears them.
+
+        bucket:  update only these parameters, or this shard of them. None: all
+        by:      the strategy's own step in place of the optimizer's
+        on:      "device" or "host"
 
         With `bucket` it updates only these parameters. For an element-wise optimizer `bucket` may be a shard of one. It
         then clears the whole bucket's gradients, and the strategy must apply `clip`. With `by` the host calls `by`
@@ -146,6 +161,8 @@ class Rank(Data, Elsewhere):
     def hold(self, bucket: Bucket) -> Op:
         """Keeps only a shard of a parameter bucket in memory, or all of it again from its `data`.
 
+        bucket:  the shard (`Bucket.shard`), or the whole bucket
+
         It serves a strategy that `shards` "parameters", in its `unshard` and `reshard`. Returns the bucket with its
         data as now stored. If the rank already holds this shard, nothing changes.
         """
@@ -154,6 +171,10 @@ class Rank(Data, Elsewhere):
     # collective; `x` is a flat tensor, changed in place if a verb says so
     def all_reduce(self, x: Tensor, op: str = "sum", name: str = "") -> Op:
         """Replaces `x` in place by its sum over all ranks (or by "mean", "max" or "min") and returns it.
+
+        x:     `(n,)`
+        op:    "sum", "mean", "max" or "min"
+        name:  the name in the record
 
         A mean divides the sum after the exchange, so it sends the same bytes. A sum in float16 overflows above 65504,
         so there ranks divide before. Raises StrategyError for another `op` and for the mean of integers.
@@ -168,22 +189,38 @@ class Rank(Data, Elsewhere):
         return self._collective("all_reduce", x, op, name)
 
     def reduce_scatter(self, x: Tensor, name: str = "") -> Op:
-        """`(size * n,) -> (n,)`: returns this rank's chunk of the sum over ranks."""
+        """`(size * n,) -> (n,)`: returns this rank's chunk of the sum over ranks.
+
+        x:     `(size * n,)`
+        name:  the name in the record
+        """
         return self._collective("reduce_scatter", x, name)
 
     def all_gather(self, x: Tensor, name: str = "") -> Op:
-        """`(n,) -> (size, n)`: returns every rank's `x` in rank order. All ranks need the same n."""
+        """`(n,) -> (size, n)`: returns every rank's `x` in rank order. All ranks need the same n.
+
+        x:     `(n,)`
+        name:  the name in the record
+        """
         return self._collective("all_gather", x, name)
 
     def all_to_all(self, x: Tensor, name: str = "") -> Op:
-        """`(size, n) -> (size, n)`: sends row j to rank j. Row i of the result came from rank i."""
+        """`(size, n) -> (size, n)`: sends row j to rank j. Row i of the result came from rank i.
+
+        x:     `(size, n)`
+        name:  the name in the record
+        """
         return self._collective("all_to_all", x, name)
 
     def all_to_allv(self, rows: list[Tensor], lengths: tuple[tuple[int, ...], ...], name: str = "") -> Op:
         """Sends row j to rank j and returns the list of rows by rank. Rows have any length and one dtype.
 
-        lengths[i][j] is the number of elements that rank i sends to rank j. All ranks must pass the same lengths. An
-        empty row costs nothing: with 1 non-empty row per rank this is an exchange in pairs.
+        rows:     one for each rank, `(n_j,)`
+        lengths:  lengths[i][j] is the number of elements that rank i sends to rank j. The same on all ranks
+        name:     the name in the record
+
+        An empty row costs nothing: with 1 non-empty row per rank this is an exchange in pairs. Raises StrategyError if
+        this rank's rows do not have these lengths.
         """
         has, said = [row.numel() for row in rows], list(lengths[self.index])
         if has != said:
@@ -193,26 +230,45 @@ class Rank(Data, Elsewhere):
         return self._collective("all_to_allv", rows, lengths, name)
 
     def broadcast(self, x: Tensor, source: int = 0, name: str = "") -> Op:
-        """Replaces `x` in place by rank `source`'s `x` and returns it."""
+        """Replaces `x` in place by one rank's `x` and returns it.
+
+        x:       `(n,)`, equally long on all ranks
+        source:  the rank that sends
+        name:    the name in the record
+        """
         return self._collective("broadcast", x, source, name)
 
     # point to point
     def send(self, tensor: Tensor, to: int, kind: str = "") -> Op:
-        """Posts a copy of `tensor` to rank `to` and returns None at once. It never occupies a lane."""
+        """Posts a copy of a tensor to a rank and returns None at once. It never occupies a lane.
+
+        tensor:  of any shape and dtype
+        to:      the rank that receives
+        kind:    which `recv` takes it
+        """
         return Op("send", tensor, to, kind)
 
     def recv(self, into: Tensor | None, source: int | None = None, kind: str = "") -> Op:
-        """Returns (data, source) of the next message of `kind`. `source` None: from any rank.
+        """Returns (data, source) of the next message of a kind.
 
-        `into` None takes the shape that was sent; the shape travels first. Returns None if no message can follow,
-        because the run stops or the strategy is being left.
+        into:    the tensor to receive into. None: a new one of the shape that was sent; the shape travels first
+        source:  the rank that sends. None: any rank
+        kind:    as in `send`
+
+        Returns None if no message can follow, because the run stops or the strategy is being left.
         """
         return Op("recv", into, source, kind)
 
     # concurrency
     def start(self, child: Coroutine[Op, Any, Any], lane: str = "comm", name: str = "", priority: int = 0,
               share: float = 1.0) -> Op:  # fmt: skip
-        """Starts `child` on `lane`. Returns a Handle for `wait` in this step or a later one.
+        """Starts a coroutine next to the step. Returns a Handle for `wait` in this step or a later one.
+
+        child:     the coroutine
+        lane:      the name of its lane
+        name:      the name in the record
+        priority:  0: none
+        share:     the child's part of the total of 1, up to which rank 0 begins children
 
         Children of a lane run in the order of their start. A child with a `priority` overtakes waiting children of
         lower priority, up to the last child without one. All ranks use rank 0's order. Rank 0 begins children until
@@ -221,11 +277,17 @@ class Rank(Data, Elsewhere):
         return self._collective("start", child, lane, name, priority, share)
 
     def wait(self, handle: Handle) -> Op:
-        """Returns the result of a started child."""
+        """Returns the result of a started child.
+
+        handle:  from `start`
+        """
         return Op("wait", handle)
 
     def again(self, rest: float = 0.0, alone: bool = False) -> Op:
         """In a background: waits for a step's end and `rest` seconds, and returns the step's number.
+
+        rest:   seconds
+        alone:  whether only this rank's step counts
 
         Returns 0 when the backgrounds must end: all of them together, or with `alone` only this one. In a group, only
         its ranks count. Ranks outside the group need not take part.
@@ -237,7 +299,11 @@ class Rank(Data, Elsewhere):
         return Op("clock")
 
     def sample(self, name: str, value: float) -> Op:
-        """Writes one number into the record."""
+        """Writes one number into the record.
+
+        name:   the Sample's name
+        value:  the number
+        """
         return Op("sample", name, value)
 
     def _collective(self, verb: str, *args: Any) -> Op:

@@ -95,7 +95,12 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Opens a checkpoint's folder, or a run directory's newest one. Raises RunError."""
+        """Opens a checkpoint's folder, or a run directory's newest one.
+
+        path:  the folder of the checkpoint, or of the run
+
+        Raises RunError if there is no complete checkpoint, or if its manifest is damaged.
+        """
         if not isinstance(path, str | os.PathLike) or not str(path) or "\0" in str(path):
             raise RunError(f"resume={short(path)}: must be a checkpoint's folder or a run's directory, such as "
                            f"'runs/first/checkpoints/step-00000100'")  # fmt: skip

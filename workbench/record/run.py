@@ -68,11 +68,18 @@ class Run:
     """The record of an experiment's run so far.
 
     spans, samples, marks: pandas frames
-    timeline:  the same rows, readable while they grow
-    live:      whether rows still arrive
-    missing:   number of rows known to be lost
-    unwritten: number of rows that the run directory lacks; `save` writes them elsewhere
-    warnings:  other problems
+    experiment:  the settings at the start
+    timeline:    the same rows, readable while they grow
+    environment: versions and machine
+    name:        for people
+    path:        the run directory. None: not on disk
+    started:     date and time of the start in UTC, as ISO 8601 text
+    epoch:       the start in seconds since 1970
+    live:        whether rows still arrive
+    parent:      "checkpoint", "step" and "run" of the origin if it continues another run
+    missing:     number of rows known to be lost
+    unwritten:   number of rows that the run directory lacks; `save` writes them elsewhere
+    warnings:    other problems
 
     >>> Run({"strategy": {"LocalSGD": {"every": 8}}, "ranks": 2}, name="tour")
     Run tour: cut off
@@ -115,6 +122,10 @@ class Run:
         """Opens the run in a run directory, even if its ranks were killed or still write.
 
         Old names of settings stay as they were written; `experiment` maps them to the present ones.
+
+        path:  the run directory
+
+        Raises RunError if it cannot be read.
         """
         if not isinstance(path, str | Path) or not str(path) or "\0" in str(path):
             raise RunError(f"path={short(path)}: must be a run directory, such as 'runs/first'")
@@ -132,10 +143,13 @@ class Run:
         return run
 
     def save(self, path: Path | str | None = None) -> Path:
-        """Writes the run directory (`path`, or the run's own) with run.json and the present rows.
+        """Writes a run directory with run.json and the present rows. Returns its path.
 
-        Elsewhere, a live run copies its rows so far and keeps its directory (see `lab.notes`). Raises RunError if
-        writing fails.
+        Elsewhere, a live run copies its rows so far and keeps its directory (see `lab.notes`).
+
+        path:  the run directory. None: the run's own
+
+        Raises RunError if writing fails.
         """
         where = Path(path or self.path or self.name)
         about = {"experiment": self.settings, "environment": self._environment, "epoch": self.epoch}
@@ -151,9 +165,14 @@ class Run:
     # -- append rows
 
     def append(self, kind: str, rank: int, seq: int, columns: Mapping[str, Any]) -> int:
-        """Adds rows of one rank. Returns the number of new rows. seq: the first row's number in that rank's table
+        """Adds rows of one rank. Returns the number of new rows.
 
         Drops known rows and counts lost rows in `missing`.
+
+        kind:     the table: "spans", "samples" or "marks"
+        rank:     the rank that recorded them
+        seq:      the first row's number in that rank's table, from 0
+        columns:  arrays or lists of equal length by column
         """
         n = len(columns["rank"])
         with self._lock:
@@ -172,14 +191,17 @@ class Run:
 
     @property
     def spans(self) -> pd.DataFrame:
+        """Operations with a duration: a row per Span. Times are seconds since the run began."""
         return self._frame("spans")
 
     @property
     def samples(self) -> pd.DataFrame:
+        """Numbers at a time, such as losses: a row per Sample."""
         return self._frame("samples")
 
     @property
     def marks(self) -> pd.DataFrame:
+        """Events, such as changes and faults: a row per Mark."""
         return self._frame("marks")
 
     def _frame(self, kind: str) -> pd.DataFrame:
@@ -213,16 +235,26 @@ class Run:
 
     @property
     def changes(self) -> tuple[Change, ...]:
+        """All applied changes in order, by people and by policies."""
         said = [(step, d) for step, _, d in self.details("change") if {"path", "value"} <= d.keys()]
         counts = once([d for _, d in said])
         return tuple(Change.read(d, step) for (step, d), count in zip(said, counts, strict=True) if count)
 
     def details(self, name: str, rank: int | None = None) -> list[tuple[int, float, dict[str, Any]]]:
-        """Returns `(step, t, detail)` of every mark `name`, in order."""
+        """Returns `(step, t, detail)` of every mark with this name, in order of time.
+
+        name:  the mark's name, such as "change"
+        rank:  the rank that recorded it. None: any
+
+        `t` is in seconds since the run began. `detail` is a dict.
+        """
         return [(step, t, detail) for by, step, t, _, detail in self.said(name) if rank in (None, by)]
 
     def said(self, *names: str) -> list[tuple[int, int, float, str, dict[str, Any]]]:
-        """Returns `(rank, step, t, name, detail)` of every mark with these names, in order."""
+        """Returns `(rank, step, t, name, detail)` of every mark with these names, in order of time.
+
+        names:  one or more names of marks
+        """
         rows = self.timeline.marks.rows()
         rows = rows[np.logical_or.reduce([rows.equal("name", name) for name in names])]
         columns = rows.rank.tolist(), rows.step.tolist(), rows.t.tolist(), list(rows.name), list(rows.detail)
@@ -260,14 +292,23 @@ class Run:
         """Records the next `steps` steps of `rank` by operator with torch.profiler. The run goes on.
 
         Returns the future path of the Chrome trace, next to the run on the rank's host. A Mark "profile" announces it.
-        Raises RunError if the run is not live, and KnobError for a bad argument.
+
+        rank:   the rank to record
+        steps:  number of steps
+
+        Raises RunError if the run is not live. Raises KnobError for an invalid argument.
         """
         if not self.live or self._control is None:
             raise RunError(f"{self!r}: is not live; torch.profiler can record only a live run")
         return self._control.profile(rank, steps)
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Waits until a live run ends."""
+        """Waits until a live run ends.
+
+        timeout:  seconds to wait. None: no limit
+
+        Raises RankError if a rank failed. Raises TimeoutError after `timeout`; the run then goes on.
+        """
         return self._control.wait(timeout) if self._control else None
 
     def stop(self) -> Any:

@@ -20,7 +20,15 @@ MIN_MAPPED_BYTES = 1 << 20  # above which a column is mapped
 
 
 class Span(NamedTuple):
-    """An operation with a duration. `asked` <= `t0` <= `t1`; `nbytes`: sent by this rank."""
+    """An operation with a duration. `asked` <= `t0` <= `t1`.
+
+    rank, step:  the rank that recorded it, and its step
+    lane:        the row of the timeline, such as "compute" or "comm"
+    name:        the operation
+    asked:       when the rank asked for it, in seconds since the run began
+    t0, t1:      when it began and ended, in seconds since the run began
+    nbytes:      bytes that this rank sent
+    """
 
     rank: int
     step: int
@@ -33,7 +41,13 @@ class Span(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A number at a time."""
+    """A number at a time.
+
+    rank, step:  the rank that recorded it, and its step
+    name:        the measured quantity, such as "loss"
+    t:           seconds since the run began
+    value:       the number
+    """
 
     rank: int
     step: int
@@ -43,7 +57,13 @@ class Sample(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """An event; `detail` is JSON text."""
+    """An event.
+
+    rank, step:  the rank that recorded it, and its step
+    name:        the kind of event, such as "change"
+    t:           seconds since the run began
+    detail:      JSON text
+    """
 
     rank: int
     step: int
@@ -269,6 +289,10 @@ class Timeline:
         self.marks = Table("marks")
 
     def table(self, kind: str) -> Table:
+        """Returns one table.
+
+        kind:  "spans", "samples" or "marks"
+        """
         return {"spans": self.spans, "samples": self.samples, "marks": self.marks}[kind]
 
     def __repr__(self) -> str:

@@ -20,11 +20,12 @@ FIELDS = ("id", "path", "value", "requested_at", "by", "reason")  # of its JSON 
 class Change:
     """Sets one knob or several together, on every rank before step `at_step`. Checks them together.
 
-    path: the knob's path. For several knobs a dict of values by path. `path` then becomes the paths joined by ", "
-          and `value` the dict
-    value: a setting, or its plain JSON
-    id, requested_at: identify the change in the answer. requested_at is in seconds since 1970
-    by, reason: the deciding policy and why; empty for a person
+    at_step:           the step before which it applies, from 0. -1: the next possible step
+    path:              the knob's path. For several knobs a dict of values by path. `path` then becomes the paths joined
+                       by ", " and `value` the dict
+    value:             a setting, or its plain JSON
+    id, requested_at:  identify the change in the answer. requested_at is in seconds since 1970
+    by, reason:        the deciding policy and why; empty for a person
 
     >>> Change(8, "strategy.every", 4)
     Change(at_step=8, path='strategy.every', value=4)
@@ -62,7 +63,11 @@ class Change:
 
     @classmethod
     def read(cls, plain: Mapping[str, Any], at_step: int = NEXT) -> Change:
-        """Reads what `plain` wrote."""
+        """Reads what `plain` wrote.
+
+        plain:    the JSON form
+        at_step:  the step, which the JSON form lacks
+        """
         rest = {name: plain[name] for name in FIELDS if plain.get(name) is not None}
         return cls(at_step, **{"path": "", "value": None} | rest)
 

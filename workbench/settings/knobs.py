@@ -16,7 +16,19 @@ from workbench.settings.discovery import KnobError, members, short
 
 @dataclass(frozen=True)
 class Knob:
-    """One setting with type, range, unit and doc. A `live` knob may change while training runs."""
+    """One setting with its type, range, unit and description.
+
+    name:       the field's name
+    kind:       bool, int, float, str, tuple or the base class of a family
+    default:    the value without a user's choice
+    low, high:  the allowed range of a number, both included. None: no limit
+    unit:       such as "MB" or "steps". "": none
+    doc:        the description in a line
+    live:       whether it may change while training runs
+    log:        whether its slider is logarithmic
+    choices:    the allowed values. (): any in the range
+    element:    the type of a tuple's elements
+    """
 
     name: str
     kind: type  # bool, int, float, str, tuple or the base class of a family
@@ -65,7 +77,12 @@ class Knob:
         return f"{self.allowed}; {cls.__name__} is {a_member(other)}" if other else self.allowed
 
     def check(self, value: Any, path: str = "") -> Any:
-        """Returns `value` in this knob's type. Raises KnobError with field, value and range.
+        """Returns `value` in this knob's type.
+
+        value:  a user's value, also as text
+        path:   the name for the error. "": the knob's own
+
+        Raises KnobError with field, value and range if it is invalid.
 
         >>> Knob("every", int, 8, 1, 256, unit="steps").check(0)
         Traceback (most recent call last):
@@ -136,7 +153,16 @@ def knob(
     log: bool = False,
     choices: tuple[Any, ...] = (),
 ) -> Any:
-    """Declares a dataclass field as a knob. `log` asks for a logarithmic slider."""
+    """Declares a dataclass field as a knob.
+
+    default:    the value without a user's choice, or a function that makes it
+    low, high:  the allowed range of a number, both included. None: no limit
+    doc:        the description in a line
+    unit:       such as "MB" or "steps"
+    live:       whether it may change while training runs
+    log:        whether its slider is logarithmic
+    choices:    the allowed values. (): any in the range
+    """
     rest = {"low": low, "high": high, "doc": doc, "unit": unit, "live": live, "log": log, "choices": choices}
     if callable(default) and not isinstance(default, type):
         return field(default_factory=default, metadata={"knob": rest})

@@ -44,6 +44,15 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
     sees_all:     its step needs all gradients or examples of a replica, so a rank must be a whole replica
     narrows:      ranks train sub-models (`narrow`), so the task must declare its units
     follows:      a step is one forward, backward and optimizer update in this order, so a user's own loop can make them
+
+    Its methods take these arguments:
+
+    rank:       this rank with its verbs
+    state:      the result of `init` on this rank
+    bucket:     a bucket of parameters, `data` `(n,)`
+    size:       number of training ranks
+    parts:      the model's parameters in order, each with its name and shape
+    compressor: the Compressor that the experiment asks for
     """
 
     home: ClassVar[str] = "workbench.strategies"
@@ -100,6 +109,8 @@ class Strategy(Serving, Apart, Beside, Unfinished, InPieces, Sharding, Outer, Re
         """Returns why it cannot begin with these parameters, by name, with an alternative, or None.
 
         Hosts pass the parameters that this rank holds whole. `init` receives all of them.
+
+        params:  the tensors by name
         """
         return None
 

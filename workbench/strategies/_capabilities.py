@@ -23,21 +23,37 @@ class Serving:
     tables: ClassVar[bool] = False
 
     def owner(self, table: int, size: int) -> int:
-        """Returns the rank that holds embedding table number `table`."""
+        """Returns the rank that holds an embedding table.
+
+        table:  its number, from 0
+        size:   number of ranks
+        """
         return 0
 
     def list_tables(self, learner: Lookups, draw: Callable[[], Any], layout: TableLayout) -> tuple[str, ...]:
-        """Returns the tables that a batch reads if ranks hold tables, else (). draw: returns a batch"""
+        """Returns the names of the tables that a batch reads. () if ranks hold no tables.
+
+        learner:  the task's function that declares the rows of a batch
+        draw:     returns a batch
+        layout:   the places of the tables in the model
+        """
         from workbench.strategies.embedding_tables.rows import find_rows  # imports torch
 
         return tuple(find_rows(learner, draw(), layout)) if self.tables else ()
 
     def trains(self, index: int, size: int) -> bool:
-        """Whether rank `index` of `size` trains. Otherwise it is a server, which only runs `background`."""
+        """Whether a rank trains. Otherwise it is a server, which only runs `background`.
+
+        index:  the rank, from 0
+        size:   number of ranks, servers included
+        """
         return True
 
     def batches(self, size: int) -> int:
-        """Returns how many batches of one rank make the global batch, which may scale the learning rate."""
+        """Returns how many batches of one rank make the global batch, which may scale the learning rate.
+
+        size:  number of ranks, servers included
+        """
         return sum(self.trains(r, size) for r in range(size))
 
 
@@ -62,7 +78,10 @@ class Apart:
         return 0
 
     def propagation_in(self, size: int, step: int) -> int:
-        """Returns `propagation` in step `step`, for strategies with a common step only up to a step of the run."""
+        """Returns `propagation` in a given step, for strategies with a common step only up to a step of the run.
+
+        step:  the step, from 0
+        """
         return self.propagation(size)
 
     def newest(self, rank: Rank, state: Any) -> int:
@@ -153,7 +172,7 @@ class Sharding:
     async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: Iterator[Bucket]) -> None:
         """Gathers all parameters of `bucket` before a forward, a backward or an evaluation reads it.
 
-        following: the buckets that this pass will read next and that are not whole, in their order. Take only the
+        following:  the buckets that this pass will read next and that are not whole, in their order. Take only the
         buckets to gather now
         """
 
@@ -187,7 +206,10 @@ class Outer:
         return None
 
     def takes(self, rank: Rank, state: Any, momentum: Any) -> None:
-        """Continues after `init` with the momentum that the previous strategy `hands_on`."""
+        """Continues after `init` with the momentum that the previous strategy `hands_on`.
+
+        momentum:  displacements by parameter name
+        """
 
     @property
     def has_outer(self) -> bool:

@@ -28,6 +28,7 @@ def adopt(
     evaluate:  `(model)` -> held-out loss, or `{"loss": ..., "accuracy": ...}`
     scheduler: of torch.optim.lr_scheduler for this optimizer. It steps after `scheduler_every` steps. It may change
                only learning rates, by the same factor in all groups
+    scheduler_every: steps between two steps of the scheduler
     accumulate: the loader's batches per step and rank. One backward averages their gradients
     autocast:  "bf16": forward and loss under torch.autocast
     batch:     a Dataset's examples per rank and batch

@@ -53,6 +53,8 @@ def steps(loader: Iterable[B], model: Any, accumulate: int = 1) -> Iterator[B]:
     loader:     a DataLoader, or an iterable that can be read again and yields the same on every rank
     model:      the Module that the loop calls, the same in every call
     accumulate: batches per step of the loop's optimizers; ranks exchange only in the last one's backward
+
+    Raises KnobError if `accumulate` is no integer from 1 to 1,000,000.
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or not 1 <= accumulate <= 10**6:
         raise KnobError(f"accumulate={short(accumulate)}: must be an integer in [1, 1000000] batches")

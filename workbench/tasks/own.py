@@ -71,13 +71,16 @@ class Task(TaskBase):
 
     @property
     def looks_up(self) -> bool:  # type: ignore[override]
+        """Whether it declares which rows of embedding tables a batch reads."""
         return self.lookups is not None
 
     @classmethod
     def usual(cls) -> Task:
+        """Raises KnobError, because a Task needs your own functions."""
         raise KnobError("task='Task': needs your own functions; give Task(model=..., data=..., loss=..., ...)")
 
     def build(self) -> Learner:
+        """Returns its functions for the ranks. Raises TaskError if one of the required ones is no function."""
         for name in ("model", "data", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise TaskError(f"{name}={getattr(self, name)!r}: must be a function (a record keeps only its name)")
@@ -90,6 +93,10 @@ class Task(TaskBase):
         )  # fmt: skip
 
     def refuses(self, batch: int) -> str | None:
+        """Returns why it cannot take a batch of this size, with a remedy; or None.
+
+        batch:  examples per rank. 0: the task's own
+        """
         batch = batch or self.batch
         if callable(own := getattr(self.data, "refuses", None)) and (reason := own(batch)):
             return str(reason)

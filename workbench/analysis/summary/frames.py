@@ -16,10 +16,13 @@ if TYPE_CHECKING:
 
 
 class RunFrames(Run):
-    """A run that returns its analyses as frames."""
+    """A run that returns its analyses as frames.
+
+    last:  number of steps before the newest complete step. None: all steps
+    """
 
     def memory(self, last: int | None = None) -> list[RankMemory]:
-        """Returns each rank's peak memory in the last `last` steps (None: all), also by category.
+        """Returns each rank's peak memory in bytes, also by category.
 
         >>> RunFrames({"ranks": 2}).memory()
         []  # No step ended on every rank.
@@ -31,8 +34,7 @@ class RunFrames(Run):
     def lateness(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's arrival after the other ranks' median, in seconds (negative: before).
 
-        A row per rank and a column per step. NaN without a meeting. last: number of steps (None: all). See
-        `workbench.analysis.communication.lateness`.
+        A row per rank and a column per step. NaN without a meeting. See `workbench.analysis.communication.lateness`.
 
         >>> RunFrames({"ranks": 2}).lateness().shape
         (0, 0)
@@ -48,8 +50,8 @@ class RunFrames(Run):
     def collectives(self, last: int | None = None) -> pd.DataFrame:
         """Returns collectives by operation, group and bucket: count, bytes, bandwidths.
 
-        Covers the last `last` steps (None: all). Seconds count from the last arrival; waits are separate. Bandwidths
-        are in Mbit/s, median and worst. See `workbench.analysis.communication.bandwidth`.
+        Seconds count from the last arrival; waits are separate. Bandwidths are in Mbit/s, median and worst. See
+        `workbench.analysis.communication.bandwidth`.
 
         >>> RunFrames({"ranks": 2}).collectives().empty
         True
@@ -60,7 +62,7 @@ class RunFrames(Run):
     def critical_path(self, last: int | None = None) -> pd.DataFrame:
         """Returns the critical path of each step: a row per piece, in order of time.
 
-        last: number of steps (None: all). begin, end: seconds since the run began. rank: -1 for all ranks. See
+        `begin` and `end` are seconds since the run began. `rank` is -1 for all ranks. See
         `workbench.analysis.stragglers.path`.
 
         >>> RunFrames({"ranks": 2}).critical_path().columns.tolist()
@@ -72,7 +74,7 @@ class RunFrames(Run):
     def overlap(self, last: int | None = None) -> pd.DataFrame:
         """Returns each rank's communication in seconds per step, hidden behind compute or exposed.
 
-        last: number of steps (None: all). The hidden part is also split by phase. Overlapping spans count once.
+        The hidden part is also split by phase. Overlapping spans count once.
 
         >>> RunFrames({"ranks": 2}).overlap().columns.tolist()
         ['communication', 'hidden', 'forward', 'backward', 'update', 'exposed']
@@ -117,8 +119,9 @@ class RunFrames(Run):
     def gpus(self, seconds: float = 10.0) -> pd.DataFrame:
         """Returns each rank's GPU use (a share), power (W) and bytes/s sent and received.
 
-        Means over the record's last `seconds`. Empty without GPU readings, which need nvidia-ml-py. Not tested on a
-        GPU.
+        Empty without GPU readings, which need nvidia-ml-py. Not tested on a GPU.
+
+        seconds:  the record's last seconds, over which the means are taken
 
         >>> RunFrames({"ranks": 2}).gpus().empty
         True

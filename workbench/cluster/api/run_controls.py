@@ -20,28 +20,39 @@ from workbench.settings import KnobError
 
 
 class RunControls:
-    """The part of a Lab that acts on its run."""
+    """The part of a Lab that acts on its run.
+
+    rank:  the number of a rank that trains now. Another number raises KnobError
+    """
 
     cluster: Cluster
     _live: RunController | None
 
     @property
     def live(self) -> bool:
+        """Whether a run is under way."""
         return self._live is not None and not self._live.over.is_set()
 
     @property
     def members(self) -> tuple[int, ...]:
+        """The numbers of the ranks that train now. Empty without a live run."""
         return self._live.members if self.live and self._live else ()
 
     def pause(self) -> None:
-        """Pauses all ranks at the next step boundary."""
+        """Pauses all ranks at the next step boundary. Raises ClusterError if no run is live."""
         self._send_request("pause")
 
     def resume(self) -> None:
+        """Continues a paused run. Raises ClusterError if no run is live."""
         self._send_request("resume")
 
     def step(self, n: int = 1) -> None:
-        """Trains `n` steps, then pauses."""
+        """Trains `n` steps, then pauses.
+
+        n:  number of steps, 1 to 1,000,000
+
+        Raises KnobError for another number. Raises ClusterError if no run is live.
+        """
         if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= 10**6:
             raise KnobError(f"n={n!r}: must be an integer in [1, 1000000] steps")
         self._send_request("step", n=n)
@@ -49,7 +60,7 @@ class RunControls:
     def checkpoint(self) -> PendingCheckpoint:
         """Makes a permanent checkpoint at one of the next step boundaries, and returns at once.
 
-        `lab.checkpoint().wait()` returns its path.
+        `lab.checkpoint().wait()` returns its path. Raises ClusterError if no run is live.
         """
         return PendingCheckpoint(self._require_run("checkpoint").run)
 
@@ -70,17 +81,22 @@ class RunControls:
         """Changes the number of ranks at one of the next steps. Removes ranks or adds idle engines.
 
         A returning engine gets a new rank number. If too few are idle, the lab starts more on this machine, in some
-        seconds; `Lab(spare=1)` keeps some warm. Raises KnobError if the number is impossible and ClusterError if
-        engines do not come up. The run then continues unchanged.
+        seconds; `Lab(spare=1)` keeps some warm.
+
+        ranks:  the new number of ranks
+
+        Raises KnobError if the number is impossible. Raises ClusterError if engines do not come up. The run then
+        continues unchanged.
         """
         return resize_run(self._require_run("resize"), ranks)
 
     def evict(self, *ranks: int, replace: bool = False) -> None:
         """Ends the engines of ranks that hang. The remaining ranks continue from the last boundary.
 
-        replace: whether new ranks join
+        ranks:    their numbers
+        replace:  whether new ranks join
 
-        Raises KnobError or ClusterError, and changes nothing, if they could not continue.
+        Raises KnobError or ClusterError if the remaining ranks could not continue. The run then stays unchanged.
         """
         self._require_run("evict").evictions.evict_ranks(ranks, "as asked", replace)
 
@@ -97,7 +113,10 @@ class RunControls:
     # -- for teaching
 
     def kill(self, rank: int) -> None:
-        """Kills a rank's engine, as a crash would. `on_death` decides what follows."""
+        """Kills a rank's engine, as a crash would. `on_death` decides what follows.
+
+        Raises ClusterError if the lab did not start this engine.
+        """
         self._inject_fault(rank, "kill", "was killed", signal.SIGKILL)
 
     def freeze(self, rank: int) -> None:
@@ -113,6 +132,10 @@ class RunControls:
 
         The rank leaves after the current step, and the other ranks continue. The engine usually ends well before
         SIGKILL.
+
+        grace:  seconds between the signals, 0 to 3600
+
+        Raises KnobError for another `grace`. Raises ClusterError if the lab did not start this engine.
         """
         if isinstance(grace, bool) or not isinstance(grace, (int, float)) or not 0 <= grace <= 3600:
             raise KnobError(f"grace={grace!r}: must be a number in [0, 3600] seconds")

@@ -89,6 +89,9 @@ class Algorithm(Family):
     Link's latency plus the time of n bytes at its bandwidth. Adding a byte takes gamma.
 
     native: whether the backend itself performs it. The host then does not call `all_reduce`
+    fabric: the emulated network
+    ranks:  numbers of ranks in the run, in ascending order
+    nbytes: bytes of the vector on each rank
     """
 
     home: ClassVar[str] = "workbench.fabric.algorithms"
@@ -96,19 +99,23 @@ class Algorithm(Family):
 
     @abstractmethod
     async def all_reduce(self, rank: Among, x: Tensor) -> None:
-        """Performs one rank's part: replaces `x` in place, `(n,)` of any dtype, by its sum over all ranks."""
+        """Performs one rank's part of the sum.
+
+        rank:  this rank among the ranks that take part
+        x:     `(n,)` of any dtype. The method replaces it in place by its sum over all ranks
+        """
 
     @abstractmethod
     def seconds(self, fabric: FabricView, ranks: Sequence[int], nbytes: float, gamma: float = 0.0) -> float:
-        """Returns the duration for `nbytes` among `ranks` that begin together on free ports.
+        """Returns the duration in seconds for ranks that begin together on free ports.
 
-        gamma: seconds to add one byte
+        gamma:  seconds to add one byte
         """
 
     def chosen(self, fabric: FabricView, group: Group | None, ranks: Sequence[int], nbytes: int) -> Algorithm:
-        """Returns the algorithm that sums `nbytes` among `ranks`, the same on every rank.
+        """Returns the algorithm that performs this sum, the same on every rank.
 
-        group: None if `ranks` are all ranks of the run
+        group:  None if `ranks` are all ranks of the run
         """
         return self
 

@@ -46,6 +46,10 @@ class Schedule(Family):
     A step is one batch, forward and backward. Under a schedule that never flushes, stages are ahead of the step. They
     count on: with m micro-batches to a batch, number m is the first of the next batch. Each backward uses the weights
     of its forward.
+
+    stage:   a stage's number, from 0
+    stages:  number of stages
+    micros:  number of micro-batches to a batch
     """
 
     home: ClassVar[str] = "workbench.partitions.schedules"
@@ -70,9 +74,9 @@ class Schedule(Family):
         return 1
 
     def refuses(self, stages: int, micros: int) -> str | None:
-        """Returns why it cannot order `micros` micro-batches, with a remedy; or None."""
+        """Returns why it cannot order so many micro-batches, with a remedy; or None."""
         return None
 
     @abstractmethod
     def actions(self, stage: int, stages: int, micros: int) -> list[Action]:
-        """Returns the passes of stage `stage` of `stages` over `micros` micro-batches, in order."""
+        """Returns the passes of a stage over the micro-batches of a batch, in order."""

@@ -43,6 +43,9 @@ class Costs:
     density:  share of elements that a value-based compressor keeps, with sizes only; 0: unknown
 
     If an experiment states a `pace`, compute takes the longer of the pace and the measured time.
+
+    compressor:  in methods: a Compressor
+    nbytes:      in methods: bytes of an activation
     """
 
     forward: tuple[Duration, ...] = (Duration(0.0),)
@@ -83,22 +86,32 @@ class Costs:
         On an unshaped Link, `wire` is a least-squares fit to the median transfers (last arrival to end). On a shaped
         Link, `linked` is the mean transfer of collectives that take over 3 times as long as their Link demands.
         `between`, `evaluate` and `density` are medians.
+
+        run:  the run
         """
         return cls(**measure_costs(run))
 
     def scale_compute(self, n: float) -> Costs:
-        """Returns costs with n times as much compute."""
+        """Returns costs with more or less compute.
+
+        n:  the factor on the seconds of compute
+        """
         found: dict[str, Any] = {p: tuple(d._replace(seconds=n * d.seconds) for d in getattr(self, p)) for p in PHASES}
         return replace(self, **found)
 
     def at_least(self, seconds: Mapping[str, float]) -> Costs:
-        """Returns costs with at least these seconds by phase."""
+        """Returns costs whose phases take at least given seconds.
+
+        seconds:  by phase: "forward", "backward" and "update"
+        """
         found: dict[str, Any] = {p: tuple(d._replace(seconds=max(d.seconds, seconds[p])) for d in getattr(self, p))
                                  for p in PHASES}  # fmt: skip
         return replace(self, **found)
 
     def even(self, ranks: int) -> Costs:
-        """Returns costs with all ranks as fast as the slowest of `ranks` is expected to be in a step.
+        """Returns costs with all ranks as fast as the slowest is expected to be in a step.
+
+        ranks:  number of ranks
 
         Each rank's step is an independent normal number with the rank's own mean and spread. The result is correct if
         all ranks meet in each step, and too slow if they meet less often.
@@ -119,6 +132,13 @@ class Costs:
         return replace(self, **found)
 
     def draw_seconds(self, phase: str, rank: int, step: int, seed: int) -> float:
+        """Returns the seconds of a phase on a rank in a step, the same for the same seed.
+
+        phase:  "forward", "backward" or "update"
+        rank:   the rank's number
+        step:   the step, from 0
+        seed:   the experiment's seed
+        """
         durations: tuple[Duration, ...] = getattr(self, phase)
         duration = durations[rank % len(durations)]
         return duration.draw_seconds(f"{seed}/{rank}/{step}/{phase}") if duration.spread else duration.seconds
@@ -132,7 +152,10 @@ class Costs:
         return self.beside.get(self.kind(compressor)) or self.list_codec_prices(compressor)
 
     def price_coding(self, compressor: Any, how: str, nbytes: int) -> float:
-        """Returns the seconds to "encode" or "decode" an activation of `nbytes` bytes; 0 if unknown."""
+        """Returns the seconds to encode or decode an activation; 0 if unknown.
+
+        how:  "encode" or "decode"
+        """
         there, back = self.coder.get(self.kind(compressor), (0.0, 0.0))
         return price_bytes(there if how == "encode" else back, nbytes)
 
