@@ -39,7 +39,7 @@ class Lab(RunControls):
     """`ranks` real ranks on engines of their own and the run that they train.
 
     The engines start in the background. Making the same lab again returns the same lab. With other arguments it first
-    closes the old lab. Raises ClusterError if that is training.
+    closes the old lab. Raises ClusterError if the old lab is training.
 
     ranks:    number of ranks, each on an engine of its own
     name:     labs of different names can coexist

@@ -87,8 +87,8 @@ class Rank(Data, Elsewhere):
 
         dims:  names of dimensions
 
-        Several dimensions make one group of all their ranks. Raises StrategyError for an unknown dimension. Raises it
-        on a server, too, which is outside the mesh.
+        Several dimensions make one group of all their ranks. Raises StrategyError for an unknown dimension, and on a
+        server, which is outside the mesh.
         """
         if dims not in self._groups:
             self._groups[dims] = Member(self, self.mesh.group(dims, self.id))
