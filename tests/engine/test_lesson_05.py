@@ -21,7 +21,7 @@ def test_talking_less_often_shows_what_it_promises(tmp_path: Path, monkeypatch: 
             "warm = Prediction": "warm.choose(far)",
             "goal.check": f"[goal.check({FOUND}), took, losses, warmed, {VIRTUAL}]"}  # fmt: skip
     shown = texts("05_talk_less_often.ipynb", tmp_path, monkeypatch, **more)
-    assert any("You predicted: more than a quarter higher. The record says: less than a twentieth" in s for s in shown)
+    assert any("You predicted: more than 25 per cent higher. The record says: less than 5 per cent" in s for s in shown)
     assert any("The record says: higher: momentum does harm here" in s for s in shown), shown
     assert any("The record says: much closer to DDP's" in s for s in shown), shown
     assert any("Not yet: 12.5 % of the start's bytes per step" in s for s in shown), shown

@@ -149,6 +149,24 @@ def test_hints_are_hidden_until_requested(name: str) -> None:
     assert f'hints=\\"{name[:2]}\\"' in text and not any(json.dumps(hint)[1:-1] in text for hint in told)
 
 
+def test_a_lesson_is_measured_again_after_a_change_of_code_but_not_of_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tests.course.NOTEBOOKS", tmp_path)
+
+    def hashed(*sources: str) -> str:
+        cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "one.ipynb")
+        return code_of("one.ipynb")
+
+    usual = hashed('ask(f"How long is {n}?", every=8)', 'rows.query("a == 1")')
+    assert hashed('ask(f"How many seconds does {n} take?", every=8)', 'rows.query("a == 1")') == usual
+    for other in ("every=9", "each=8", 'every="8"'):
+        assert hashed(f'ask(f"How long is {{n}}?", {other})', 'rows.query("a == 1")') != usual
+    assert hashed('ask(f"How long is {m}?", every=8)', 'rows.query("a == 1")') != usual
+    assert hashed('ask(f"How long is {n}?", every=8)', 'rows.query("a == 2")') != usual
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lessons_head_has_the_measured_duration_of_its_present_code(name: str) -> None:
     found = json.loads(DATA.read_text())[name]
