@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh Makefile
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables docs binder torture interrupts joins damage last-steps cycles soak runs-end mutants course packages lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables pictures docs binder torture interrupts joins damage last-steps cycles soak runs-end mutants course packages lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -31,6 +31,7 @@ help:
 	@echo "make course  how long each lesson runs beside two spinning processes, into its head (LESSONS=\"05 08\")"
 	@echo "make packages  install the wheel with the lowest and the newest torch, under each Python found; run the quickstart"
 	@echo "make tables  write the reference pages from the code (docs/reference/, docs/project/shapes.md)"
+	@echo "make pictures  photograph the dashboard in Chromium (docs/start/*.png)"
 	@echo "make docs   build the site; open site/index.html"
 	@echo "make binder  print the address at which Binder opens the first lesson, from where this was cloned"
 	@echo "make lint   ruff and mypy"
@@ -115,6 +116,9 @@ packages: $(VENV)/.installed-test
 
 tables: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.tables
+
+pictures: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.pictures
 
 docs: $(VENV)/.installed-docs
 	@$(BIN)/python -m sphinx -W --keep-going -q -c docs . site

@@ -24,9 +24,12 @@ def stems(folder: str) -> list[str]:
 
 # The entries of the sidebar by section: at most 30 (tests/unit/test_site.py). The first page is docs/index.md.
 PAGES = {
-    "Start": ["docs/using"],
-    "How-to": ["docs/clusters"],
+    "Start": ["docs/start/install", "docs/start/quickstart", "docs/start/tour", "docs/start/own_script"],
+    "How-to": ["docs/using", "docs/clusters"],
     "Learn": ["docs/learn/lessons", "docs/learn/teachers"],
+    "Explain": [f"docs/explain/{name}" for name in (
+        "two_clocks", "exposed_communication", "cost_models", "live_change", "rank_replaced", "checkpoints",
+        "comparison")],
     "Reference": ["docs/reference/families", "docs/reference/experiment", "docs/reference/verbs",
                   "docs/reference/views", "docs/reference/api", "docs/reference/cli", "docs/reference/errors",
                   "docs/reference/glossary"],

@@ -35,7 +35,6 @@ def badges() -> dict[str, str]:
         "licence": badge("licence", about["license"]),
         "python": badge("Python", about["requires-python"].replace(">=", "") + " or newer"),
         "lessons": badge("lessons", "also without a kernel"),
-        "binder": badge("Binder", "open a lesson"),
     }
 
 

@@ -72,10 +72,6 @@ def test_opening_a_run_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
 
 
-def test_the_readme_fits_into_six_thousand_bytes() -> None:
-    assert len((ROOT / "README.md").read_bytes()) <= 6000
-
-
 def test_the_readmes_first_screen_gives_the_commands() -> None:
     screen = (ROOT / "README.md").read_text().splitlines()[:40]
     assert [line.split()[1] for line in screen if line.startswith("make ")] == ["lab", "demo", "test"]
@@ -98,7 +94,9 @@ def test_the_readmes_python_runs(tmp_path: Path) -> None:
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
-    assert "path='strategy'" in ran.stdout and "path='compressor'" in ran.stdout and "simulated" in ran.stdout
+    assert (
+        "strategy = LocalSGD" in ran.stdout and "compressor = ErrorFeedback" in ran.stdout and "simulated" in ran.stdout
+    )
 
 
 def test_the_example_in_contributing_is_a_strategy_that_works(tmp_path: Path) -> None:
