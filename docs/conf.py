@@ -50,6 +50,7 @@ UNDER = {
         "docs/project/benchmarks", "docs/project/strategies", "docs/project/compression", "docs/project/prediction",
         "docs/project/reliability", "docs/project/gpu",
     ],
+    "docs/project/benchmarks": stems("docs/project/benchmarks"),
     "workbench/DESIGN": ["docs/project/one_step", *stems("docs/project/flows"), "docs/project/shapes"],
 }  # fmt: skip
 

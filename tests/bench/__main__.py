@@ -1,4 +1,4 @@
-"""Measures everything in turn and writes docs/project/benchmarks.md from the raw samples.
+"""Measures everything in turn and writes the pages docs/project/benchmarks/ from the raw samples.
 
     python -m tests.bench [NAME ...] [--page-only]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import across, llama, page, prediction
+from tests.bench import across, llama, pages, prediction
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
@@ -98,7 +98,8 @@ def main() -> None:
             continue
         machines[name] = {**machine(), "command": "python -m " + " ".join(COMMANDS[name]), "load": os.getloadavg()[2]}
         where.write_text(json.dumps(machines, indent=1))
-    (ROOT / "docs" / "project" / "benchmarks.md").write_text(page.text(DATA))
+    for name, written in pages.write_pages(DATA).items():
+        (ROOT / "docs" / "project" / name).write_text(written)
     if (found := DATA / "prediction.json").exists():
         text = prediction.page(json.loads(found.read_text()), machines.get("prediction", {}))
         if (parts := DATA / "across.json").exists():

@@ -206,7 +206,7 @@ def _share(nbytes: int, dense: int) -> str:
 
 def _about(found: dict[str, Any], seeds: list[int]) -> str:
     return (
-        f"## Compressing activations\n\nByteGPT from its beginning, {found['steps']} steps of {TASK.batch} windows on two "
+        f"ByteGPT from its beginning, {found['steps']} steps of {TASK.batch} windows on two "
         f"ranks, simulated with real tensors, mean and range of {len(seeds)} seeds; all rows at the task's own learning "
         f"rate {TASK.lr:g}, none is tuned (of two the next section is). Between 2 stages (two micro-batches) each activation and its gradient cross once; "
         f"inside of 2 slices each layer's do, what an embedding finds and what the head answers not counted, which "

@@ -222,7 +222,7 @@ def _told(cells: Cells, what: str) -> str:
 def _about() -> str:
     share = ByteGPT().width // RANK
     return (
-        f"### Rank 20 with one choice in 2 slices, tuned\n\nThe same runs as above at the task's rate, {ByteGPT.lr:g}, and {NONE} and {NOW} at their own: "
+        f"Rank 20 with one choice in 2 slices: the same runs as in the section above, at the task's rate, {ByteGPT.lr:g}, and {NONE} and {NOW} at their own: "
         f"rates a factor of {FACTOR:g} apart, the least held-out loss on the first seed, one more rate wherever that lies at the edge. "
         f'Before a mend "rank 20, both, one choice" trained better than none. A tensor that is zero has no strongest directions, and the {RANK} that are sent of it '
         f"are the first {RANK} features. A gradient that went back through these reached so many outputs of a block's last matrices, which begin as zero; so the next tensor lay in "

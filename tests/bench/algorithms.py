@@ -252,7 +252,7 @@ def section(d: list[dict[str, Any]]) -> str:
         "predicted one's / first's",
     ]
     head.append("predictions off by, median")
-    return f"## Which all-reduce is over first\n\n{about}\n\n{table(head, rows)}"
+    return f"{about}\n\n{table(head, rows)}"
 
 
 def asked(about: str | None, measure: Callable[..., list[float]]) -> argparse.Namespace:

@@ -117,7 +117,7 @@ def section(d: list[dict[str, Any]]) -> str:
         f" BetweenSites of that, whole inside. What is predicted to be first is so in {right} of {len(d)} cells;"
         f" predictions are off by {statistics.median(off):.1%} in the median, {max(off):.1%} at most."
     )
-    return f"## Compression between sites\n\n{about}\n\n{table(['wires', 'kB', *WAYS, 'first'], rows)}"
+    return f"{about}\n\n{table(['wires', 'kB', *WAYS, 'first'], rows)}"
 
 
 def main() -> None:

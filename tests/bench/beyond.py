@@ -136,7 +136,7 @@ def section(cells: list[dict[str, Any]]) -> str:
     said = [f"Of {task}'s step {_range(some, 'alone', '.0%')} are computed alike: beyond it ours must take "
             f"{_range(some, 'needed')} times less than torch's, and takes {_range(some, 'beyond')} times less."
             for task, some in by.items()]  # fmt: skip
-    return f"## What bounds ZeRO-3 against torch's FSDP\n\n{about}\n\n{table(head, rows)}\n{' '.join(said)}\n"
+    return f"{about}\n\n{table(head, rows)}\n{' '.join(said)}\n"
 
 
 def _range(some: list[dict[str, float]], name: str, how: str = ".1f") -> str:

@@ -218,7 +218,7 @@ CLAIMS = (
     *(
         Claim(
             method=name, source="abstract of Zheng et al., 2020",
-            paper="Throughput grows linearly with the trainers (its loss beside foreground averaging: docs/project/benchmarks.md).",
+            paper="Throughput grows linearly with the trainers (its loss next to foreground averaging: docs/project/benchmarks/methods.md).",
             row=row(SIXTEEN, name, {}), against=row(TWO, name, {}), looks=(Look("pace", 7.6),),
         )
         for name in ("ShadowMA", "ShadowBMUF", "ShadowEASGD")

@@ -1,4 +1,4 @@
-"""Writes the section of docs/project/benchmarks.md on the accuracy of named causes: see `tests.bench.named`."""
+"""Writes the section of a page of docs/project/benchmarks/ on the accuracy of named causes: see `tests.bench.named`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def section(cells: dict[str, Any]) -> str:
     kept = _on_all(tenth) and all(sum(map(right, c["trials"])) >= ASKED * len(c["trials"]) for c in tenth)
     silent = _on_all(calm) and not any(c["free"] for c in calm)
     about = (
-        "## Who is named, of whom something was slow\n\nReal ranks, paced. By a plan that no change announces one rank "
+        "Real ranks, paced. By a plan that no change announces one rank "
         f"takes longer in one phase, for {WITHIN} steps; then nobody for {BETWEEN}. Phases in turn: "
         f"{', '.join(CAUSES)}; ranks are drawn. The record is looked at as it was after each step. Right: after the "
         "last of them the list of causes names this rank and this phase, and no other. Percent are of a step as its "

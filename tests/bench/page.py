@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes docs/project/benchmarks.md from the raw samples in docs/data/, without any number typed by hand."""
+"""Writes the sections of the benchmark pages from the raw samples, without any number typed by hand."""
 
 from __future__ import annotations
 
@@ -17,30 +17,6 @@ from tests.bench.ddp import ratios
 from tests.bench.netns import excess, ratio, step
 
 BEFORE = Path(__file__).parents[2] / "docs" / "data" / "ddp_before.json"  # cells of `ddp` under the old layout
-
-HEAD = """# Benchmarks
-
-Written by `make bench` from the raw samples in `docs/data/`; `python -m tests.bench --page-only` writes it again from
-them. Ratios against torch's DDP come from alternating blocks of one run; the slow wire's runs follow each other on the
-same emulated Link and pace. A shortfall is said where it stands.
-"""
-
-
-def text(data: Path) -> str:
-    """Returns the whole page."""
-    machines = json.loads((data / "machines.json").read_text()) if (data / "machines.json").exists() else {}
-    parts = [HEAD]
-    for name, section in SECTIONS.items():
-        file = data / f"{name}.json"
-        if not file.exists():
-            parts.append(f"## {name}\n\nNot measured yet: `python -m tests.bench {name}`.\n")
-            continue
-        m = machines.get(name, {})
-        where = f"{m.get('cpu')}; {m.get('system')}; Python {m.get('python')}, torch {m.get('torch')}; commit {m.get('commit')}"
-        parts.append(section(json.loads(file.read_text())))
-        noted = f"*{m.get('date')}; {where}; `{m.get('command')}`; {load(m)}.*\n"
-        parts.append(noted if m else "*Where and when it was measured was not noted.*\n")
-    return "\n".join(parts)
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -68,7 +44,7 @@ def ddp(cells: list[dict[str, Any]]) -> str:
         f"Before each bucket had memory of its own (commit 4568013, 2026-11-22, the same cells on the same kind of machine;"
         f" `docs/data/ddp_before.json`) the geometric mean was {was:.3f} ({low:.3f} to {high:.3f}); since then {now}.\n"
     )
-    return _against("Engine DDP against torch's", about, cells, asked=1.0, floor=0.97) + said
+    return _against(about, cells, asked=1.0, floor=0.97) + said
 
 
 def _mean_ratio(cells: list[dict[str, Any]]) -> tuple[float, float, float]:
@@ -89,10 +65,10 @@ def fsdp(cells: list[dict[str, Any]]) -> str:
         " its 95 % bootstrap interval. With 1 MB both gather ByteGPT in three pieces, with 5 MB we in one and torch in three;"
         " the MLP is gathered layer by layer by both."
     )
-    return _against("Engine ZeRO-3 against torch's FSDP", about, cells, asked=1.5, floor=1.5)
+    return _against(about, cells, asked=1.5, floor=1.5)
 
 
-def _against(title: str, about: str, cells: list[dict[str, Any]], asked: float, floor: float) -> str:
+def _against(about: str, cells: list[dict[str, Any]], asked: float, floor: float) -> str:
     rows, middles, under = [], [], []
     for c in cells:
         r = ratios(c["rows"])
@@ -127,7 +103,7 @@ def _against(title: str, about: str, cells: list[dict[str, Any]], asked: float, 
         "rounds",
         "peak memory, ours / torch",
     ]
-    return f"## {title}\n\n{about}\n\n{table(head, rows)}\n{said}\n"
+    return f"{about}\n\n{table(head, rows)}\n{said}\n"
 
 
 def load(machine: dict[str, Any]) -> str:
@@ -135,12 +111,27 @@ def load(machine: dict[str, Any]) -> str:
     return f"15-minute load {machine['load']:.1f}" if "load" in machine else "load not noted"
 
 
+def predict_bubble(cell: dict[str, Any]) -> float:
+    """Returns the share of idle time by the schedule's formula."""
+    slots = cell["micros"] * (3 if cell["name"] == "ZB-H1" else cell.get("pieces", 1))
+    return float((cell["stages"] - 1) / (slots + cell["stages"] - 1))
+
+
+def measure_bubble(cell: dict[str, Any]) -> float:
+    """Returns the measured share of idle time, the median of blocks."""
+    return statistics.median(b["bubble"] for b in cell["blocks"])
+
+
+def keeps(value: float, sign: str, limit: float) -> bool:
+    """Returns whether a value keeps its budget."""
+    return value <= limit if sign == "<=" else value >= limit
+
+
 def pipeline(cells: list[dict[str, Any]]) -> str:
     """Section: the bubble of real stages."""
     rows, off = [], []
     for c in cells:
-        slots = c["micros"] * (3 if c["name"] == "ZB-H1" else c.get("pieces", 1))
-        formula = (c["stages"] - 1) / (slots + c["stages"] - 1)
+        formula = predict_bubble(c)
         mid, low, high = interval([b["bubble"] for b in c["blocks"]])
         late = statistics.median(b["late"] for b in c["blocks"]) * 1e3
         off.append(abs(mid - formula))
@@ -158,7 +149,7 @@ def pipeline(cells: list[dict[str, Any]]) -> str:
     )
     formulas = f"(p-1) / ({'vm' if interleaved else 'm'}+p-1), of ZB-H1 (p-1) / (3m+p-1)"
     worst = f"Asked: within 0.05 of {formulas}. The furthest is {max(off):.3f} away."
-    return f"## The bubble of a pipeline\n\n{about}\n\n{table(head, rows)}\n{worst}\n"
+    return f"{about}\n\n{table(head, rows)}\n{worst}\n"
 
 
 def offload(cells: list[dict[str, Any]]) -> str:
@@ -178,7 +169,7 @@ def offload(cells: list[dict[str, Any]]) -> str:
         f" Steps are medians of blocks, each over that of the same round under DDP; {len(base)} alternating rounds with"
         " a 95 % bootstrap interval; the last row is the first again."
     )
-    return f"## What does not fit\n\n{about}\n\n{table(head, rows)}\n"
+    return f"{about}\n\n{table(head, rows)}\n"
 
 
 def bound(rows: list[dict[str, Any]]) -> str:
@@ -207,7 +198,7 @@ def bound(rows: list[dict[str, Any]]) -> str:
     )
     head = ["ranks", "wire / backward", "bucket", "step", "bound", "step / bound"]
     return (
-        f"## Steps over their bound\n\n{about}\n\n{table(head, out)}\nWorst {worst:.3f} (asked: at most 1.10). "
+        f"{about}\n\n{table(head, out)}\nWorst {worst:.3f} (asked: at most 1.10). "
         f"Payload bytes on the record {'equal' if exact else 'DIFFER FROM'} the formula's "
         "(2 (p-1)/p of each bucket, in whole bytes).\n"
     )
@@ -268,7 +259,7 @@ def live(d: dict[str, Any]) -> str:
     ]
     first = ", ".join(f"{s:.1f} s" for s in d["first_loss"])
     return (
-        f"## Live changes, recording, start-up\n\nFrom the call of `lab.set` to its effect, 4 ranks, ByteGPT, "
+        f"From the call of `lab.set` to its effect, 4 ranks, ByteGPT, "
         f"unpaced:\n\n{table(head, rows)}\nCPU seconds of all ranks together:\n\n{table(cost_head, costs)}\n"
         f"`Lab(ranks=4)` to the first loss: {first} (asked: at most 6 s).\n"
     )
@@ -309,7 +300,7 @@ def slow_link(d: dict[str, Any]) -> str:
         "held-out at equal samples",
     ]
     return (
-        f"## A wire eight times slower than compute\n\n{d['ranks']} ranks, {d['pace_ms']:g} ms of paced compute, "
+        f"{d['ranks']} ranks, {d['pace_ms']:g} ms of paced compute, "
         f"{d['mbit']:.1f} Mbit/s; torch's DDP puts its buckets on the same Link. It needed {seconds:.0f} s for {steps} "
         f"steps.\n\n{table(head, rows)}\nBest: {best:.2f} times as fast (asked: at least 3).\n"
     )
@@ -354,13 +345,13 @@ def netns(found: list[dict[str, Any]]) -> str:
     ]
     said = f"Further off than 10 %: {', '.join(late) or 'none'}. "
     said += f"Bytes outside 0 to 5 %: {', '.join(fat) or 'none'}."
-    return f"## The Link against a real network\n\n{about}\n\n{table(head, rows)}\n{said}\n"
+    return f"{about}\n\n{table(head, rows)}\n{said}\n"
 
 
 def record(d: dict[str, Any]) -> str:
     """Section: the record on disk."""
     return (
-        f"## The record\n\n{d['spans']:,} spans: {d['bytes_per_span']:.1f} bytes each on disk (asked: under 40); loading "
+        f"{d['spans']:,} spans: {d['bytes_per_span']:.1f} bytes each on disk (asked: under 40); loading "
         f"them took {', '.join(f'{s:.2f} s' for s in d['load_s'])} (asked: under 2 s).\n"
     )
 
@@ -368,7 +359,7 @@ def record(d: dict[str, Any]) -> str:
 def checksums(d: dict[str, Any]) -> str:
     """Section: the cost of a batch's checksum for the writing rank."""
     return (
-        f"## Checksums of the record\n\nA rank writes a batch of {d['rows']} spans in {d['with_us']:.0f} us of CPU time "
+        f"A rank writes a batch of {d['rows']} spans in {d['with_us']:.0f} us of CPU time "
         f"with its checksum, and in {d['without_us']:.0f} us without: {d['ratio']:.2f} times as much, {d['cost_us']:.0f} "
         f"us a batch. A recorder writes up to three batches a second of each kind of row. {d['rounds']} batches of each kind took turns in one "
         f"process, at a load of {d['load']:.0f} on two cores.\n"
@@ -378,7 +369,7 @@ def checksums(d: dict[str, Any]) -> str:
 def record_hour(d: dict[str, Any]) -> str:
     """Section: the time to open a long record."""
     return (
-        f"## The record of an hour\n\nEight ranks, ten steps a second of twenty spans each: {d['spans']:,} spans are "
+        f"Eight ranks, ten steps a second of twenty spans each: {d['spans']:,} spans are "
         f"open after {', '.join(f'{s:.2f} s' for s in d['load_s'])} (asked: 3 s).\n"
     )
 
@@ -389,7 +380,7 @@ def memory(samples: list[dict[str, float]]) -> str:
     peak = max(parts, key=lambda s: sum(s.values()))
     said = ", ".join(f"{k} {v:.0f}" for k, v in sorted(peak.items(), key=lambda kv: -kv[1]))
     return (
-        f"## Memory of the first notebook\n\nNotebook 00 with 2 ranks, the sum of the proportional set sizes of all its "
+        f"Notebook 00 with 2 ranks, the sum of the proportional set sizes of all its "
         f"processes at its peak: {sum(peak.values()):.0f} MB (asked: under 1500): {said}.\n"
     )
 
@@ -464,30 +455,22 @@ def shadow_quality(d: dict[str, Any]) -> str:
     return section(d)
 
 
-def _dashboard(title: str) -> Callable[[dict[str, Any]], str]:
-    def section(d: dict[str, Any]) -> str:
-        rows = []
-        for name, value in d["results"].items():
-            sign, limit = d["budgets"][name]
-            good = value <= limit if sign == "<=" else value >= limit
-            rows.append([name, f"{value:.3g}", f"{sign} {limit:g}", "yes" if good else "NO"])
-        return f"## {title}\n\n{table(['', 'measured', 'budget', 'kept'], rows)}\n"
-
-    return section
+def dashboard(d: dict[str, Any]) -> str:
+    """Section: the budgets of the dashboard."""
+    rows = []
+    for name, value in d["results"].items():
+        sign, limit = d["budgets"][name]
+        rows.append([name, f"{value:.3g}", f"{sign} {limit:g}", "yes" if keeps(value, sign, limit) else "NO"])
+    return f"{table(['', 'measured', 'budget', 'kept'], rows)}\n"
 
 
 SECTIONS: dict[str, Callable[[Any], str]] = {
     "ddp": ddp, "fsdp": fsdp, "beyond": beyond.section, "pipeline": pipeline, "schedules": schedules, "offload": offload,
-    "activations": activations.text, "activations_tuned": activations_tuned.text,
-    "bound": bound, "live": live, "slow_link": slow_link,
-    "netns": netns, "algorithms": algorithms, "between": between, "record": record, "record_hour": record_hour,
-    "checksums": checksums,
-    "published": published,
-    "published_wire": published_wire,
+    "activations": activations.text, "activations_tuned": activations_tuned.text, "bound": bound, "live": live,
+    "slow_link": slow_link, "netns": netns, "algorithms": algorithms, "between": between, "record": record,
+    "record_hour": record_hour, "checksums": checksums, "published": published, "published_wire": published_wire,
     "priorities": priorities, "shadow": shadow, "shadow_quality": shadow_quality,
     "shadow_tables_quality": shadow_tables_quality, "memory": memory, "second_order": second_order,
     "scale": scale.text, "planning": planning.section, "named": named_page.section, "tuned": tuned.section,
-    "dashboard": _dashboard("The dashboard: rows of 8 ranks at 20 steps/s"),
-    "dashboard_64": _dashboard("The dashboard: rows of 64 ranks at 20 steps/s"),
-    "dashboard_real": _dashboard("The dashboard: four real ranks on the same two cores"),
+    "dashboard": dashboard, "dashboard_64": dashboard, "dashboard_real": dashboard,
 }  # fmt: skip

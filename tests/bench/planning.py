@@ -35,7 +35,7 @@ def one(loaded: bool) -> dict[str, Any]:
 
 
 def section(rows: list[dict[str, Any]]) -> str:
-    """Returns the section of docs/project/benchmarks.md."""
+    """Returns the section of a page of docs/project/benchmarks/."""
     lines = ["| process | seconds | of the process |", "| --- | --- | --- |"]
     middle = {}
     for loaded, name in ((False, "fresh"), (True, "torch's shapes loaded")):
@@ -46,7 +46,7 @@ def section(rows: list[dict[str, Any]]) -> str:
         lines.append(f"| {name} | {middle[loaded]:.1f} ({min(took):.1f} to {max(took):.1f}) | {process:.1f} |")
     kept = {True: "kept", False: "NOT kept"}
     return (
-        f"## A plan for {RANKS:,} ranks\n\n`plan` of ByteGPT with all strategies that claim to be exact and all ways "
+        f"`plan` of ByteGPT with all strategies that claim to be exact and all ways "
         f"to cut it; {rows[0]['pairs']} pairs fit and are simulated, sizes only. Medians of {len(rows) // 2} processes "
         f"of either kind in turn, with the least and the most. What a fresh one takes longer are torch's imports.\n\n"
         + "\n".join(lines)

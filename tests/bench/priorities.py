@@ -93,7 +93,7 @@ def section(d: dict[str, Any]) -> str:
         f" it, tuned: at most {ASKED:g} times the longer of both; worst here {max(kept):.3f}: {verdict}."
     )
     head = ["wire / compute", "order", "step / longer of compute and wire", "DDP's step / this one's"]
-    return f"## Gradients by priority\n\n{about}\n\n{table(head, rows)}"
+    return f"{about}\n\n{table(head, rows)}"
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes the section of docs/project/benchmarks.md that compares published scaling with the simulator's predictions."""
+"""Writes the section of a page of docs/project/benchmarks/ that compares published scaling with the simulator's predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ZERO = """Rajbhandari et al., 2020 (arXiv 1910.02054): stage 3 sends 1.5 times w
 
 def section(d: dict[str, Any]) -> str:
     """Returns both checks, with kept and missed claims."""
-    return "\n".join(["## Published scaling\n", MEGATRON, "", _megatron(d["interleaved"]), ZERO, "", _zero(d["zero"])])
+    return "\n".join([MEGATRON, "", _megatron(d["interleaved"]), ZERO, "", _zero(d["zero"])])
 
 
 def _megatron(rows: list[dict[str, Any]]) -> str:

@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes the section of docs/project/benchmarks.md on published bandwidths and overlap, next to predictions."""
+"""Writes the section of a page of docs/project/benchmarks/ on published bandwidths and overlap, next to predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DDP = """Li et al., VLDB 2020 (arXiv 2006.15704): overlapping shortens a step of
 
 def section(d: dict[str, Any]) -> str:
     """Returns both checks, with kept and missed claims."""
-    return "\n".join(["## Published bandwidths\n", DILOCO, "", _diloco(d["bandwidth"]), DDP, "", _ddp(d["ddp"])])
+    return "\n".join([DILOCO, "", _diloco(d["bandwidth"]), DDP, "", _ddp(d["ddp"])])
 
 
 def _diloco(rows: list[dict[str, Any]]) -> str:

@@ -73,17 +73,17 @@ def apart(name: str, ranks: int, steps: int, alike: bool) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """Returns the section of docs/project/benchmarks.md."""
+    """Returns the section of a page of docs/project/benchmarks/."""
     rows = {name: row for name, row in found["rows"].items() if "refused" not in row["each"]}
     lines = ["| strategy | seconds, alike | seconds, each | spans | peak of memory (GB) | load |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    for name, row in sorted(rows.items(), key=lambda pair: _seconds(pair[1]["each"])):
+    for name, row in sorted(rows.items(), key=lambda pair: count_seconds(pair[1]["each"])):
         each, alike = row["each"], row.get("alike")
         more = f"{each['spans'] / 1e6:.2f} M | {each['peak'] / 1e9:.2f}" if "spans" in each else "- | -"
         lines.append(f"| {name} | {_told(alike)} | {_told(each)} | {more} | {each['load']:.0f} |")
     refused = "".join(f"\n- {name}: {row['each']['refused']}" for name, row in found["rows"].items()
                       if "refused" in row["each"])  # fmt: skip
-    best = {name: min(_seconds(each) for each in row.values()) for name, row in rows.items()}
+    best = {name: min(count_seconds(each) for each in row.values()) for name, row in rows.items()}
     late = [name for name, seconds in best.items() if seconds > (OF_DDP if name == "DDP" else ASKED)]
     verdict = "All that were measured keep it." if not late else f"Not kept either way by {', '.join(late)}."
     each = [row["each"] for row in rows.values() if "spans" in row["each"]]
@@ -95,7 +95,7 @@ def text(found: dict[str, Any]) -> str:
     left = [name for name in names() if name not in found["rows"]]
     verdict += f" Not measured yet: {', '.join(left)}." if left else ""
     return (
-        f"## The simulator at {found['ranks']} ranks\n\n{found['steps']} steps of ByteGPT, sizes only, knobs as usual; "
+        f"{found['steps']} steps of ByteGPT, sizes only, knobs as usual; "
         f"the process's own seconds on one of two cores, beside the load (processes that want to run) that is given, "
         f"which makes them longer, too. Alike: one replica stands for all (`alike=True`; a dash: its ranks are not); "
         f"each: every rank by itself. Asked: at most {ASKED:g} s, DDP {OF_DDP:g}; given up after {LIMIT:g}. {verdict}"
@@ -103,7 +103,8 @@ def text(found: dict[str, Any]) -> str:
     )
 
 
-def _seconds(row: dict[str, Any]) -> float:
+def count_seconds(row: dict[str, Any]) -> float:
+    """Returns the seconds of a simulation, or those after which it was given up."""
     return float(row.get("seconds", row.get("late", math.inf)))
 
 

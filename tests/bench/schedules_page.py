@@ -41,4 +41,4 @@ def section(cells: list[dict[str, Any]]) -> str:
         "Not compared: zero bubble. torch's (`ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble`) want at least"
         " two stages on each rank; ZB-H1 has one, and its own bubble, so neither would be a yardstick for the other."
     )
-    return f"## Pipelines against torch's schedules\n\n{about}\n\n{table(head, rows)}\n{said}\n\n{left}\n"
+    return f"{about}\n\n{table(head, rows)}\n{said}\n\n{left}\n"

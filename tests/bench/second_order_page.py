@@ -1,5 +1,5 @@
 # ruff: noqa: E501
-"""Writes the section of docs/project/benchmarks.md on second order from the results of `tests.bench.second_order`."""
+"""Writes the section of a page of docs/project/benchmarks/ on second order from the results of `tests.bench.second_order`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def section(d: dict[str, Any]) -> str:
             rows.append(_row(d, goal, method, said))
     head = ["task and held-out loss", "method, at its best", "settings tried", "steps to the loss", "steps to SGD's last loss", "seconds of a step over SGD's",
             "bytes of a step over SGD's", "seconds to the loss over SGD's", "bytes to the loss over SGD's"]  # fmt: skip
-    return f"## Second order against SGD with momentum\n\n{_about()}\n\n{table(head, rows)}\n{' '.join(said)}\n"
+    return f"{_about()}\n\n{table(head, rows)}\n{' '.join(said)}\n"
 
 
 def steps_of(d: dict[str, Any], goal: str, method: str) -> list[float]:

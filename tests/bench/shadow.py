@@ -82,7 +82,7 @@ def section(d: dict[str, Any]) -> str:
     )
     head = ["", "examples/s at 1 step", *(f"at {t:g}" for t in TIMES[1:]), *(f"gap at {t:g}" for t in TIMES)]
     more = f"\n\n{shadow_tables.section(d['tables'])}" if "tables" in d else ""
-    return f"## Shadows beside foreground synchronisation\n\n{about}\n\n{table(head, rows)}{more}"
+    return f"{about}\n\n{table(head, rows)}{more}"
 
 
 def main() -> None:

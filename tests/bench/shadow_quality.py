@@ -54,7 +54,7 @@ def section(d: dict[str, Any]) -> str:
         f"Link on which a shadow synchronises every {GAP} steps or so, as the foreground forms do. {BUDGET}"
     )
     rows = compared(d["ways"], PAIRS, every_step="DDP")
-    return f"## Shadows' loss beside foreground synchronisation's\n\n{about}\n\n{rows}"
+    return f"{about}\n\n{rows}"
 
 
 def main() -> None:

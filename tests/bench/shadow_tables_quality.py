@@ -74,7 +74,7 @@ def section(d: dict[str, Any]) -> str:
         f"{replicated(TASK) / 1e3:.0f} kB beside the tables, {STEPS} steps of {BATCH} examples each, Adam. Each shadow "
         f"has a Link on which it synchronises every {GAP} steps or so, the foreground forms do so every {GAP}. {BUDGET}"
     )
-    return f"## ShadowSync's loss beside its foreground forms'\n\n{about}\n\n{compared(d['ways'], PAIRS)}"
+    return f"{about}\n\n{compared(d['ways'], PAIRS)}"
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def ratio(cell: dict[str, Any]) -> float:
 
 
 def section(cells: dict[str, Any]) -> str:
-    """Returns the section of docs/project/benchmarks.md. `noted` is entered by hand."""
+    """Returns the section of a page of docs/project/benchmarks/. `noted` is entered by hand."""
     noted = " " + cells["noted"] if "noted" in cells else ""
     cells = {name: cells[name] for name in LINKS if name in cells}
     lines = ["| wire | search / best of the sweep | steps | of the sweep's | found | the sweep's best |",
@@ -76,7 +76,7 @@ def section(cells: dict[str, Any]) -> str:
         lines.append(f"| {name} | {ratio(cell):.3f} | {cell['steps']} | {share:.2f} of {cell['swept']} | "
                      f"{_short(cell['found'])} | {_short(cell['best'])} |")  # fmt: skip
     return (
-        "## A search beside a sweep\n\n`lab.tune` over bucket, compressor and strategy on two paced ranks "
+        "`lab.tune` over bucket, compressor and strategy on two paced ranks "
         f"({PACE:g} ms of compute; {len(next(iter(cells.values()))['seconds'])} settings), and after it each setting "
         f"measured as a trial is, in the same run. At a rate of {LR:g} nothing is learned, so that no loss leaves its "
         "trend: what counts is the step.\n\n"
