@@ -16,8 +16,8 @@ from workbench.analysis.summary.frames import RunFrames
 from workbench.record import checkpoints as recorded
 from workbench.record import kineto
 from workbench.record import run as record
+from workbench.record.checkpoint_request import wait_for_checkpoint
 from workbench.record.display import dashboard, face, show
-from workbench.record.kept import wait_for_checkpoint
 from workbench.record.store import RunError as RunError
 from workbench.settings import Change, KnobError, each, short
 

@@ -10,8 +10,8 @@ import pytest
 from workbench.cluster.run.run_changes import Changes
 from workbench.cluster.run.run_controller import RunController
 from workbench.experiment import Experiment
-from workbench.record import kept
-from workbench.record.kept import PendingCheckpoint
+from workbench.record import checkpoint_request as kept
+from workbench.record.checkpoint_request import PendingCheckpoint
 from workbench.run import Run, RunError
 
 

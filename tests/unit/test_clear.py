@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.analysis.compare.clear import (
+from workbench.analysis.compare.clear_difference import (
     MIN_RATIO_CHANGE,
     compare_values,
     draw_medians,

@@ -13,13 +13,13 @@ from widgets.charts.boxes import KINDS
 from widgets.charts.feed import Feed
 from widgets.views._base import View, draw_view
 from widgets.views.compression import Compressed
-from widgets.views.pays import Pays
+from widgets.views.compression_benefit import CompressionBenefit
 from widgets.views.timeline import Timeline
 from workbench.run import Run
 
 
 def said(run: Run) -> str:
-    return str(Pays().update(run).html)
+    return str(CompressionBenefit().update(run).html)
 
 
 def points(run: Run, view: View | None = None) -> list[list[float]]:
@@ -114,7 +114,7 @@ def test_the_chart_starts_with_the_first_compression_and_continues_without() -> 
 def test_a_live_panel_updates_at_its_own_pace_without_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    author, view = Author(TOPK, measure_every=5), Pays()
+    author, view = Author(TOPK, measure_every=5), CompressionBenefit()
     author.run.live = True
     author.steps(20, SLOW, 5)
     assert "40 ms" in str(view.update(author.run).html)

@@ -24,7 +24,7 @@ from workbench.cluster.run.run_ending import FIRST_STEP_WAIT, LEAVE_TIMEOUT, MAX
 from workbench.cluster.run.run_watch import RunWatch
 from workbench.cluster.transport.row_encoding import RowBatch
 from workbench.experiment import Experiment
-from workbench.record import tidy
+from workbench.record import free_memory
 from workbench.record.timeline import columns_of
 from workbench.run import Run
 
@@ -365,17 +365,17 @@ def test_a_watch_returns_freed_memory_at_intervals(monkeypatch: pytest.MonkeyPat
     live = SimpleNamespace(ending=RunEnding(range(2)), ranks=range(2), over=threading.Event())
     looking, given = RunWatch(live), []  # type: ignore[arg-type]
     live.over.set()
-    monkeypatch.setattr(tidy, "release_free_memory", lambda: given.append(1))
+    monkeypatch.setattr(free_memory, "release_free_memory", lambda: given.append(1))
     monkeypatch.setattr(looking, "request_status", lambda: None)
     monkeypatch.setattr(looking, "_check_engines", lambda: None)
     now = time.monotonic()
     for seconds, times in (
         (1, 0),
-        (tidy.READER_INTERVAL + 1, 1),
-        (tidy.READER_INTERVAL + 2, 1),
-        (2 * tidy.READER_INTERVAL + 3, 2),
+        (free_memory.READER_INTERVAL + 1, 1),
+        (free_memory.READER_INTERVAL + 2, 1),
+        (2 * free_memory.READER_INTERVAL + 3, 2),
     ):
-        monkeypatch.setattr(tidy.time, "monotonic", lambda seconds=seconds: now + seconds)
+        monkeypatch.setattr(free_memory.time, "monotonic", lambda seconds=seconds: now + seconds)
         looking._watch_once()
         assert len(given) == times
 

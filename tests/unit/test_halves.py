@@ -138,7 +138,7 @@ def test_no_matrix_product_is_computed_twice() -> None:
 def test_halves_in_the_wrong_order_are_refused() -> None:
     model = deep()
     piece = StageModule(model, [tuple(model)], 0, 1)
-    with pytest.raises(StrategyError, match="backward of micro-batch 0 was asked for before its forward"):
+    with pytest.raises(StrategyError, match="backward of micro-batch 0 has no open forward"):
         piece.backward_inputs(1.0, 0)
     with pytest.raises(StrategyError, match="second half of micro-batch 0's backward was asked for before its first"):
         piece.backward_weights(0)

@@ -13,8 +13,8 @@ from tests.sim.insides import parameters, simulated
 from workbench import Run, RunError, simulate
 from workbench.experiment import Experiment
 from workbench.partitions import Partition, Pipeline, Tensor
+from workbench.record.checkpoint_request import wait_for_checkpoint
 from workbench.record.checkpoints import FOLDER, Checkpoint
-from workbench.record.kept import wait_for_checkpoint
 from workbench.settings import KnobError
 from workbench.sim.resuming import model_of  # where scripts from before the sub-packages import it
 from workbench.strategies import LocalSGD, ZeRO3

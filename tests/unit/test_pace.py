@@ -12,7 +12,7 @@ import pytest
 
 from tests.ranks import Rows, experiment, mse, run, toy
 from tests.sim.virtual import paced, rows, seconds
-from widgets.views.asked import Asked
+from widgets.views.unmet_requests import UnmetRequests
 from workbench import Costs, simulate
 from workbench.analysis import list_unheeded
 from workbench.engine.collectives.shaping import ComputePace
@@ -192,7 +192,7 @@ def test_the_dashboard_shows_an_unmet_pace_and_idle_faults_until_they_end() -> N
     told = Costs(forward=(Duration(LATE), Duration(0.2)), backward=(Duration(0.0),), update=(Duration(0.0),))
     e = paced(3, 24, pace=100.0, mbit=0.0, faults=(Slow(rank=2, phase="link"),))
     found = simulate(e, costs=told, changes=[Change(12, "pace", 1000.0), Change(12, "fabric.faults", [])])
-    view, marks = Asked(), found.timeline.marks.rows()
+    view, marks = UnmetRequests(), found.timeline.marks.rows()
     early = type(found)(dict(found.settings), name="early")
     early.timeline.marks.extend(marks[marks.step < 12].columns)
     pace, fault = list_unheeded(early.timeline)

@@ -11,12 +11,12 @@ import pytest
 from tests import ranks
 from tests.unit import synthetic
 from widgets.charts.board import Board
-from workbench.record import tidy
+from workbench.record import free_memory as tidy
 
 THREAD = """
 import threading, numpy as np
 from pathlib import Path
-from workbench.record.tidy import release_free_memory, release_thread_memory
+from workbench.record.free_memory import release_free_memory, release_thread_memory
 
 def own():
     rows = Path("/proc/self/smaps_rollup").read_text().splitlines()

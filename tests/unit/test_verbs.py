@@ -140,7 +140,7 @@ def test_a_backward_without_its_forward_is_named(monkeypatch: pytest.MonkeyPatch
     (session,) = live(experiment(1, 1, strategy=AsksForTooMuch()))
     assert session.join(60)
     assert session.error is not None
-    assert "backward of micro-batch 3 was asked for before its forward" in session.error["text"]
+    assert "backward of micro-batch 3 has no open forward: await rank.forward" in session.error["text"]
 
 
 def test_one_of_several_workers_may_not_request_the_ranks_own_verbs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ import traitlets
 from widgets.charts.feed import Feed, Message
 from widgets.static import read_static
 from widgets.views._base import Setter, View
-from workbench.record.tidy import READER_INTERVAL, MemoryRelease
+from workbench.record.free_memory import READER_INTERVAL, MemoryRelease
 
 _ELSEWHERE = 600.0  # seconds without a page for which a person still counts as watching
 _SILENCE = 6.0  # seconds before a silent page is gone

@@ -16,9 +16,9 @@ from widgets.charts import theme
 from widgets.charts.marks import ChangeMark, change_marks
 from widgets.charts.paint import paint_panel, resolve_colour
 from widgets.views._base import View, draw_view, ranks_of
+from widgets.views.bytes_sent import BytesSent
 from widgets.views.loss import Loss
 from widgets.views.ranks import Ranks
-from widgets.views.sent import Sent
 from widgets.views.timeline import Timeline
 from workbench.analysis import last_steps, stands_for
 
@@ -67,7 +67,7 @@ def paint_run(run: Any) -> Figure:
     rows = figure.subfigures(3, 1, squeeze=False, height_ratios=[h + 0.75 for h in heights])[:, 0]
     _draw_row(rows[0], run, marks, [(Timeline(), ("x",))])
     _draw_row(rows[1], run, marks, [(Loss(), ("x", "x2"))])
-    _draw_row(rows[2], run, marks, [(Ranks(), ("x",)), (Sent(), ("x",))])
+    _draw_row(rows[2], run, marks, [(Ranks(), ("x",)), (BytesSent(), ("x",))])
     figure.text(0.01, 0.06 / figure.get_figheight(), "\n".join(below), fontsize=10, va="bottom", linespacing=1.35)
     return figure
 

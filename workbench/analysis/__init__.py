@@ -5,16 +5,16 @@ from typing import Any
 
 from workbench.analysis.communication.bandwidth import ByCollective as ByCollective
 from workbench.analysis.communication.bandwidth import by_collective as by_collective
-from workbench.analysis.communication.entered import OpenCollective as OpenCollective
-from workbench.analysis.communication.entered import list_open as list_open
 from workbench.analysis.communication.lateness import Lateness as Lateness
 from workbench.analysis.communication.lateness import LatenessStrips as LatenessStrips
 from workbench.analysis.communication.lateness import measure_lateness as measure_lateness
+from workbench.analysis.communication.open_collectives import OpenCollective as OpenCollective
+from workbench.analysis.communication.open_collectives import list_open as list_open
 from workbench.analysis.compare.break_even import BreakEven as BreakEven
 from workbench.analysis.compare.break_even import break_even as break_even
-from workbench.analysis.compare.clear import Estimate as Estimate
-from workbench.analysis.compare.clear import Ratio as Ratio
-from workbench.analysis.compare.clear import compare_values as compare_values
+from workbench.analysis.compare.clear_difference import Estimate as Estimate
+from workbench.analysis.compare.clear_difference import Ratio as Ratio
+from workbench.analysis.compare.clear_difference import compare_values as compare_values
 from workbench.analysis.compare.comparison import Compared as Compared
 from workbench.analysis.compare.comparison import LossCurve as LossCurve
 from workbench.analysis.compare.comparison import compare_runs as compare_runs

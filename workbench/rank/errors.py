@@ -1,4 +1,4 @@
-"""The error of a strategy or a compressor."""
+"""The error of a strategy or a compressor, and a text that several places raise it with."""
 
 
 class StrategyError(RuntimeError):
@@ -6,3 +6,8 @@ class StrategyError(RuntimeError):
 
     What to do: correct the call that the message names in the strategy's or the compressor's code.
     """
+
+
+def explain_missing_forward(micro: int) -> str:
+    """Returns the error's text for a backward without an open forward."""
+    return f"the backward of micro-batch {micro} has no open forward: await rank.forward(micro={micro}) before it"

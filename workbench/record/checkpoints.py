@@ -22,7 +22,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from workbench.record.about import MAX_RANKS, SETTINGS, count, number
+from workbench.record.check_run_json import MAX_RANKS, SETTINGS, count, number
 from workbench.record.folders import remove_folder
 from workbench.record.store import RunError
 from workbench.settings import short

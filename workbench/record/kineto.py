@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workbench.record.about import RunError, count, number
+from workbench.record.check_run_json import RunError, count, number
 from workbench.settings import short
 
 MAX_FILE_BYTES = 400 << 20  # of JSON in one file; Python's objects take about 8 times as much

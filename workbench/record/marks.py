@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from workbench.record.about import count, number, shallow
+from workbench.record.check_run_json import count, number, shallow
 
 Rules = Mapping[str, Callable[[Any], bool]]
 MAX_COUNT = 32767  # ranks, and pieces of a rank's state

@@ -25,12 +25,12 @@ import pyarrow as pa
 from pyarrow import ipc
 
 from workbench.record import checksums
-from workbench.record.about import RunError as RunError
-from workbench.record.about import find_fault
+from workbench.record.check_run_json import RunError as RunError
+from workbench.record.check_run_json import find_fault
 from workbench.record.folders import ALLOW, make_private_folder, reason_to_refuse
+from workbench.record.free_memory import release_free_memory as release_free_memory
 from workbench.record.stream import read_part as read_part
 from workbench.record.stream import schema
-from workbench.record.tidy import release_free_memory as release_free_memory
 from workbench.record.timeline import KINDS, SCHEMA, Timeline, Words
 from workbench.settings import short
 

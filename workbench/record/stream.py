@@ -13,7 +13,7 @@ import pyarrow as pa
 from pyarrow import ipc
 
 from workbench.record import checksums, frames
-from workbench.record.about import RunError
+from workbench.record.check_run_json import RunError
 from workbench.record.marks import well_formed
 from workbench.record.timeline import SCHEMA, Coded, Table, Words
 

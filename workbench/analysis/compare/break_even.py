@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.compare.clear import compare_values, estimate_median
+from workbench.analysis.compare.clear_difference import compare_values, estimate_median
+from workbench.analysis.compare.comparable_steps import SETTLE_STEPS, WINDOW_STEPS, Side
+from workbench.analysis.compare.comparable_steps import side_before as steps_before
 from workbench.analysis.compare.compression import list_buckets
-from workbench.analysis.compare.sides import SETTLE_STEPS, WINDOW_STEPS, Side
-from workbench.analysis.compare.sides import side_before as steps_before
 from workbench.analysis.steps.collectives import lined_up
 from workbench.analysis.steps.settings import Stretch, list_stretches
 from workbench.analysis.steps.steps import packing_seconds
@@ -39,7 +39,7 @@ class BreakEven(NamedTuple):
     """Medians per step in seconds. NaN if unknown.
 
     verdict: "pays", "costs", "depends" (on idle cores), "even" (no clear difference), "short" (too few steps) or
-             "unknown"; see `workbench.analysis.compare.clear`
+             "unknown"; see `workbench.analysis.compare.clear_difference`
     known:   source of the values with Dense: "measured", "predicted" or ""
     """
 

@@ -1,11 +1,11 @@
 """Compares 2 runs or 2 segments of one: is the second better, worse or alike?
 
-Step time, exposed communication and bytes are medians over the comparable steps (`compare.sides`). Training losses are
-means over ranks. They are compared at equal steps, examples or seconds. The values are medians over the last 10 % of
-the common range without their slope. Lower is better.
+Step time, exposed communication and bytes are medians over the comparable steps (`compare.comparable_steps`). Training
+losses are means over ranks. They are compared at equal steps, examples or seconds. The values are medians over the last
+10 % of the common range without their slope. Lower is better.
 
-The 99 % intervals are those of `compare.clear`. They separate noise within runs from a difference between runs. A
-busier machine may also cause a difference. Each of the 6 metrics is a separate question.
+The 99 % intervals are those of `compare.clear_difference`. They separate noise within runs from a difference between
+runs. A busier machine may also cause a difference. Each of the 6 metrics is a separate question.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.compare.clear import MIN_RATIO_CHANGE, MIN_STEPS, draw_medians, why_few
-from workbench.analysis.compare.sides import Side
+from workbench.analysis.compare.clear_difference import MIN_RATIO_CHANGE, MIN_STEPS, draw_medians, why_few
+from workbench.analysis.compare.comparable_steps import Side
 from workbench.analysis.steps.examples import examples_made
 from workbench.analysis.steps.window import Window, last_steps
 from workbench.record.store import RunError

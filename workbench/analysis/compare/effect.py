@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from workbench.analysis.compare import sides
-from workbench.analysis.compare.clear import Estimate, Ratio, compare_values, estimate_median
-from workbench.analysis.compare.sides import WINDOW_STEPS, Side
+from workbench.analysis.compare import comparable_steps as sides
+from workbench.analysis.compare.clear_difference import Estimate, Ratio, compare_values, estimate_median
+from workbench.analysis.compare.comparable_steps import WINDOW_STEPS, Side
 from workbench.analysis.compare.trend import Trend, find_trend
 from workbench.analysis.steps.window import change_steps, last_steps
 from workbench.record.marks import once

@@ -1,7 +1,7 @@
 """Whether the loss falls or rises: its slope over some steps.
 
 The slope is the Theil-Sen estimator, the median of all pairs' slopes. Its interval comes from Kendall's variance (Sen,
-JASA 1968). It is wider if neighbouring residuals are alike (see `compare.clear`).
+JASA 1968). It is wider if neighbouring residuals are alike (see `compare.clear_difference`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from workbench.analysis.compare.clear import Estimate, rank_correlation, why_few
-from workbench.analysis.compare.sides import Side
+from workbench.analysis.compare.clear_difference import Estimate, rank_correlation, why_few
+from workbench.analysis.compare.comparable_steps import Side
 from workbench.record.timeline import Timeline
 
 MAX_POINTS = 400  # points that form pairs

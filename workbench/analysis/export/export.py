@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workbench import public_names
-from workbench.record.about import find_fault, name_of_class, name_of_code
+from workbench.record.check_run_json import find_fault, name_of_class, name_of_code
 from workbench.record.store import RunError, replace_file
 from workbench.settings import short
 

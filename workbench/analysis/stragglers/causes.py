@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from workbench.analysis.communication.messages import measure_ports
-from workbench.analysis.compare.clear import rank_correlation
+from workbench.analysis.compare.clear_difference import rank_correlation
 from workbench.analysis.steps.collectives import Arrivals, against_others, lined_up
 from workbench.analysis.steps.steps import held_seconds, packing_seconds
 from workbench.analysis.steps.window import OUTSIDE, Window, last_steps, since_change

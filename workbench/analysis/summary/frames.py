@@ -91,7 +91,7 @@ class RunFrames(Run):
     def entered(self) -> pd.DataFrame:
         """Returns the collectives that a live run's ranks wait in, and the missing ranks.
 
-        Reports are at most a second old. See `workbench.analysis.communication.entered`.
+        Reports are at most a second old. See `workbench.analysis.communication.open_collectives`.
 
         >>> RunFrames({"ranks": 2}).entered().columns.tolist()
         ['step', 'collective', 'entered', 'seconds', 'missing']

@@ -15,7 +15,7 @@ from workbench.cluster.processes.lab_place import ClusterError
 from workbench.cluster.run.run_changes import PendingChange
 from workbench.cluster.run.run_controller import RunController
 from workbench.cluster.run.run_resize import resize_run
-from workbench.record.kept import PendingCheckpoint
+from workbench.record.checkpoint_request import PendingCheckpoint
 from workbench.settings import KnobError
 
 

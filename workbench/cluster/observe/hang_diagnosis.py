@@ -6,8 +6,10 @@ or silent, while other ranks wait.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+from workbench.settings.rank_text import conjugate_have, conjugate_wait, format_ranks
 
 MIN_STALL = 10.0  # seconds
 FIRST_STEP_STALL = 30.0  # seconds, in the first step, without a known length
@@ -71,11 +73,11 @@ def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int
         seen, seconds = table[ranks[0]], max(table[r].mute for r in ranks)
         said = [seen.process, f"last seen in {_describe_place(seen)}" if seen.op else ""]
         last = f" ({'; '.join(filter(None, said))})" if any(said) else ""
-        parts.append(f"{format_ranks(ranks)} {_conjugate_have(ranks)} said nothing for {seconds:.0f} s{last}")
+        parts.append(f"{format_ranks(ranks)} {conjugate_have(ranks)} said nothing for {seconds:.0f} s{last}")
     for ranks in _group_alike(table, stuck):
         seconds = max(table[r].still for r in ranks)
         parts.append(
-            f"{format_ranks(ranks)} {_conjugate_have(ranks)} been in {_describe_place(table[ranks[0]])} "
+            f"{format_ranks(ranks)} {conjugate_have(ranks)} been in {_describe_place(table[ranks[0]])} "
             f"for {seconds:.0f} s"
         )
     odd = mute | stuck
@@ -93,7 +95,7 @@ def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: floa
     for rank in sorted(others):
         if table[rank].waits and table[rank].still > brief:
             waiting.setdefault(table[rank].op, []).append(rank)
-    texts = [f"{_list_ranks(ranks)} {_conjugate_wait(ranks)} in {op}" for op, ranks in waiting.items()]
+    texts = [f"{_list_ranks(ranks)} {conjugate_wait(ranks)} in {op}" for op, ranks in waiting.items()]
     if going := sorted(others.difference(*waiting.values())):
         texts.append(f"{_list_ranks(going)} {'go' if len(going) > 1 else 'goes'} on")
     return ", ".join(texts)
@@ -110,14 +112,12 @@ def _all_wait(table: Mapping[int, RankPlace]) -> StallVerdict:
         inside = sorted(set(table) - set(past))
         text = (
             f"{format_ranks(past)} went past {_describe_place(table[inside[0]])}, in which "
-            f"{format_ranks(inside)} {_conjugate_wait(inside)}, and {_conjugate_wait(past)} in "
+            f"{format_ranks(inside)} {conjugate_wait(inside)}, and {conjugate_wait(past)} in "
             f"{_describe_place(table[past[0]])}; no rank has moved for {seconds:.0f} s"
         )
         return StallVerdict(text, tuple(past), seconds)
     odd = groups[:1] if len(groups[0]) < len(groups[-1]) else groups
-    parts = [
-        f"{format_ranks(ranks)} {_conjugate_wait(ranks)} in {_describe_place(table[ranks[0]])}" for ranks in groups
-    ]
+    parts = [f"{format_ranks(ranks)} {conjugate_wait(ranks)} in {_describe_place(table[ranks[0]])}" for ranks in groups]
     text = f"no rank has moved for {seconds:.0f} s: {', '.join(parts)}"
     return StallVerdict(text, tuple(sorted(r for ranks in odd for r in ranks)), seconds)
 
@@ -147,18 +147,5 @@ def _describe_place(seen: RankPlace) -> str:
     return f"{own.get(seen.op, seen.op)} of step {seen.step}"
 
 
-def format_ranks(ranks: Collection[int]) -> str:
-    """Names ranks: `rank 2`, `ranks 0, 1, 3`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_list_ranks(ranks)}"
-
-
 def _list_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _conjugate_have(ranks: Collection[int]) -> str:
-    return "have" if len(ranks) > 1 else "has"
-
-
-def _conjugate_wait(ranks: Collection[int]) -> str:
-    return "wait" if len(ranks) > 1 else "waits"

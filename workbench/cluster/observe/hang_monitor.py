@@ -23,11 +23,11 @@ from workbench.cluster.observe.hang_diagnosis import (
     StallVerdict,
     find_patience,
     find_stall,
-    format_ranks,
 )
 from workbench.cluster.observe.record_monitor import RecordMonitor
 from workbench.record.run import Run
 from workbench.record.timeline import Rows
+from workbench.settings.rank_text import format_ranks
 
 MAX_CHECK_GAP = 5.0  # seconds; after a longer gap this kernel itself stood still
 MIN_NOTED_SLEEP = 2.0  # seconds

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workbench.cluster.observe.hang_diagnosis import format_ranks
 from workbench.cluster.observe.run_folder import DISK_TIMEOUT, RunFolder, count_missing_rows, run_with_timeout
 from workbench.record.run import Run
 from workbench.record.timeline import KINDS
+from workbench.settings.rank_text import format_ranks
 
 RESCUE = "run.save('elsewhere') writes all rows that are shown here"
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from workbench.cluster.engines.engine_admission import find_start_obstacle
 from workbench.cluster.engines.engine_probe import spans_hosts
 from workbench.cluster.observe import dead_links
-from workbench.cluster.observe.hang_diagnosis import StallVerdict, format_ranks
+from workbench.cluster.observe.hang_diagnosis import StallVerdict
 from workbench.cluster.processes.lab_place import ClusterError
 from workbench.cluster.run.rank_errors import RankError
 from workbench.cluster.run.run_resize import POLL_INTERVAL, RankNotBegun, list_idle, list_returned, resize_run
 from workbench.cluster.run.run_state import RunState
 from workbench.record.run import FINAL
 from workbench.settings import KnobError
+from workbench.settings.rank_text import format_ranks
 
 if TYPE_CHECKING:
     from workbench.cluster.run.run_changes import PendingChange

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 
 from workbench.cluster.engines.engine_admission import find_start_obstacle, reuse_engine, start_more_engines
-from workbench.cluster.observe.hang_diagnosis import format_ranks
 from workbench.cluster.processes.lab_place import ClusterError
 from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.run import last_rows
@@ -19,6 +18,7 @@ from workbench.cluster.run.session_start import begin_sessions
 from workbench.experiment.user_input import MAX_RANKS
 from workbench.settings import KnobError
 from workbench.settings.progress import doing
+from workbench.settings.rank_text import format_ranks
 
 BEGIN_TIMEOUT = 60.0  # seconds until a rank waits
 POLL_INTERVAL = 0.05  # seconds

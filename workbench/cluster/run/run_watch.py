@@ -11,7 +11,7 @@ from workbench.cluster.processes.supervised_thread import SupervisedThread
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.rank_errors import RankError, align_death_steps, explain_lost_state
 from workbench.record import checkpoints
-from workbench.record.tidy import READER_INTERVAL, MemoryRelease
+from workbench.record.free_memory import READER_INTERVAL, MemoryRelease
 
 if TYPE_CHECKING:
     from workbench.cluster.engines.cluster import Cluster

@@ -21,6 +21,7 @@ from workbench.host.placement.canonical_state import clip_gradients, list_optimi
 from workbench.host.placement.optimizer_slots import require_steppable, step_shard
 from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, Op, StrategyError
+from workbench.rank.errors import explain_missing_forward
 from workbench.strategies.second_order.curvature import CurvatureEstimator
 
 
@@ -108,7 +109,7 @@ class ModelPerformer:
         self._at("backward")
         loss = self.open_losses.pop(micro, None)
         if loss is None:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+            raise StrategyError(explain_missing_forward(micro))
         self._tensor.begin_pass("backward")
         self.curvature.note_backward(grad)
         if parts.fully is not None:

@@ -21,6 +21,7 @@ from workbench.host.passes.stage_module import StageModule
 from workbench.host.passes.tensor_schedule import PassPlan
 from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.rank import Op, StrategyError
+from workbench.rank.errors import explain_missing_forward
 
 
 class PipelinePerformer:
@@ -89,7 +90,7 @@ class PipelinePerformer:
         """Runs a batch forward and backward through the stages. Returns its loss."""
         assert self.piece is not None
         if micro not in self._batches:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+            raise StrategyError(explain_missing_forward(micro))
         partition = self._parts.experiment().partition
         self._count = count = partition.micro_batches
         self._left = [count] * partition.pieces

@@ -21,6 +21,7 @@ from workbench.engine.compute.host import Host
 from workbench.host.core.drive import drive_coroutine
 from workbench.host.memory.batches import BatchReader
 from workbench.rank import Op, Rank, StrategyError, message_name
+from workbench.rank.errors import explain_missing_forward
 from workbench.strategies.embedding_tables.engine import WorkerTablePerformer
 
 
@@ -96,7 +97,7 @@ class WorkerModel:
     def _run_backward(self, grad: float | None, micro: int) -> None:
         loss, self._loss = self._loss, None
         if loss is None:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+            raise StrategyError(explain_missing_forward(micro))
         with _Phase(self, "backward"):
             loss.backward(None if grad is None else torch.full_like(loss, grad))
 

@@ -20,9 +20,10 @@ from workbench.engine.rank.session_state import FormingGeneration, SessionState
 from workbench.engine.rank.training import RankTraining
 from workbench.host.core.data_positions import NO_INDEX_TEXT, describe_repeats
 from workbench.host.core.request_answers import KNOWN_KIND, RequestAnswer
-from workbench.host.elastic.voting import NextGeneration, format_ranks
+from workbench.host.elastic.voting import NextGeneration
 from workbench.host.placement.canonical_state import RankDisagreement
 from workbench.settings.describe_error import text_of
+from workbench.settings.rank_text import format_ranks
 
 
 def confirm_formed(session: SessionState) -> None:

@@ -17,9 +17,9 @@ from workbench.engine.rank.resizing import end_generation
 from workbench.engine.rank.session_state import SessionState
 from workbench.engine.rank.surviving import list_saved
 from workbench.host.elastic.reentry import choose_survivors
-from workbench.host.elastic.voting import conjugate_be, format_ranks
 from workbench.rank import Op
 from workbench.settings import KnobError
+from workbench.settings.rank_text import conjugate_be, format_ranks
 
 PREEMPTED_KEY = "preempted"  # the store's key once any rank is preempted
 

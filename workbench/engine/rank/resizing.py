@@ -20,8 +20,9 @@ from workbench.host.core.data_positions import count_used_up
 from workbench.host.core.request_answers import RequestAnswer
 from workbench.host.elastic.reentry import Membership, resize_experiment
 from workbench.host.elastic.resizing import gather_state
-from workbench.host.elastic.voting import NextGeneration, ResizeSignal, conjugate_be, format_ranks
+from workbench.host.elastic.voting import NextGeneration, ResizeSignal
 from workbench.settings import Change, Json, KnobError
+from workbench.settings.rank_text import conjugate_be, format_ranks
 
 
 async def resize_run(session: SessionState, members: tuple[int, ...], number: str) -> None:

@@ -38,7 +38,7 @@ from workbench.host.reconfigure.changes import has_common_step, take_role
 from workbench.host.sharding.parameter_usage import ParameterUsage
 from workbench.host.transfer import residual
 from workbench.rank import Bucket, Op
-from workbench.record.tidy import MemoryRelease
+from workbench.record.free_memory import MemoryRelease
 from workbench.settings import Change
 
 ANSWERED_KINDS = ("change", "resize")  # their sender waits for an answer

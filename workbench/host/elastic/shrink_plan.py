@@ -15,10 +15,11 @@ from workbench.host.elastic import recovery_sources
 from workbench.host.elastic.generation_view import SurvivorView
 from workbench.host.elastic.recovery_sources import PieceSources, find_agreed_step
 from workbench.host.elastic.reentry import Membership, RecoverySource, choose_survivors
-from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport, conjugate_be, describe_loss, format_ranks
+from workbench.host.elastic.voting import NextGeneration, Quorum, RankReport, describe_loss
 from workbench.host.reconfigure.changes import has_common_step
 from workbench.partitions import Whole
 from workbench.settings import Json, KnobError
+from workbench.settings.rank_text import conjugate_be, format_ranks
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from workbench.experiment import Experiment
 from workbench.host.core.request_answers import Done
 from workbench.host.elastic.recovery_sources import find_agreed_step, find_newest
 from workbench.host.elastic.reentry import Membership
+from workbench.settings.rank_text import conjugate_be, format_ranks
 
 
 class ResizeSignal(Exception):
@@ -147,16 +148,6 @@ class NextGeneration(NamedTuple):
     processes: list[list[Any]]
     mark: dict[str, Any]
     used: int
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Returns `rank 2` or `ranks 0, 1, 3`."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def conjugate_be(ranks: Sequence[int]) -> str:
-    """Returns `is` or `are`."""
-    return "are" if len(ranks) > 1 else "is"
 
 
 def describe_loss(gone: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from workbench.host.passes.split_backward import SplitBackward
 from workbench.host.placement.stage_cuts import replace_forward, run_parts
 from workbench.rank import StrategyError
+from workbench.rank.errors import explain_missing_forward
 from workbench.tasks import TaskError
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -69,7 +70,7 @@ class StageModule:
         grad: on the model's last piece a factor of the loss
         """
         if (micro, chunk) not in self.opened:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+            raise StrategyError(explain_missing_forward(micro))
         made = self.opened.pop((micro, chunk))
         if made.requires_grad:  # else no parameter before it learns
             made.backward(grad if isinstance(grad, Tensor) else torch.full_like(made, grad))
@@ -81,7 +82,7 @@ class StageModule:
     def backward_inputs(self, grad: Tensor | float, micro: int, chunk: int = 0) -> Tensor | None:
         made = self.opened.get((micro, chunk))
         if made is None:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+            raise StrategyError(explain_missing_forward(micro))
         grad = grad if isinstance(grad, Tensor) else torch.full_like(made, grad)
         x = self._came.pop((micro, chunk), None)
         if x is None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from workbench.rank import Op
+from workbench.settings.rank_text import conjugate_wait, format_ranks
 from workbench.sim.clock.fiber import Fiber
 
 MAX_LISTED_RANKS = 8  # listed one by one
@@ -32,13 +33,14 @@ def explain_deadlock(world: Any) -> str:
             gone = [r for r, fiber in zip(ranks, meeting.fibers, strict=True) if fiber is None]
             where = f"(step {next(filter(None, meeting.fibers)).step}, lane {lane.strip()!r})"
             lines.append(
-                f"  {_format_ranks(here)} {_conjugate_wait(here)} in {meeting.name} {where} for {_format_ranks(gone)}"
+                f"  {format_ranks(here, MAX_LISTED_RANKS)} {conjugate_wait(here)} in {meeting.name} {where} "
+                f"for {format_ranks(gone, MAX_LISTED_RANKS)}"
             )
     for (what, group), come in world._gathered.items():
         gone = [r for r in world.list_simulated_ranks(group) if r not in come]
         lines.append(
-            f"  {_format_ranks(sorted(come))} {_conjugate_wait(list(come))} to {what} "
-            f"together with {_format_ranks(gone)}"
+            f"  {format_ranks(sorted(come), MAX_LISTED_RANKS)} {conjugate_wait(list(come))} to {what} "
+            f"together with {format_ranks(gone, MAX_LISTED_RANKS)}"
         )
     for (rank, kind), waiting in world.mail.waiting.items():
         for wait in waiting:
@@ -60,7 +62,7 @@ def _describe_others(world: Any) -> list[str]:
             begun = "" if on.lane is None or on.lane.busy is on else ", which has not begun"
             where = f"wait in step {session.rank.step} for their child {on.name!r}{begun}"
             found.setdefault(where, []).append(session.rank.id)
-    return [f"  {_format_ranks(ranks)}: {what}" for what, ranks in found.items()]
+    return [f"  {format_ranks(ranks, MAX_LISTED_RANKS)}: {what}" for what, ranks in found.items()]
 
 
 def explain_standstill(world: Any) -> str:
@@ -97,16 +99,3 @@ def _name_fiber(fiber: Fiber) -> str:
 
 def _name_op(op: Op) -> str:
     return next((repr(x) for x in reversed(op.args) if isinstance(x, str) and x), "")
-
-
-def _conjugate_wait(ranks: list[int]) -> str:
-    return "waits" if len(ranks) == 1 else "wait"
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    if not ranks:
-        return "no rank"
-    some = ", ".join(map(str, ranks[:MAX_LISTED_RANKS])) + (
-        f" and {len(ranks) - MAX_LISTED_RANKS} more" if len(ranks) > MAX_LISTED_RANKS else ""
-    )
-    return f"rank {some}" if len(ranks) == 1 else f"ranks {some}"

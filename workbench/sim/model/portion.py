@@ -24,6 +24,7 @@ from workbench.host.placement.replica_spread import ReplicaSpread
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.partitions import Partition
 from workbench.rank import Memory, StrategyError
+from workbench.rank.errors import explain_missing_forward
 from workbench.sim.model.outline import BucketCut, compute_ready_shares
 from workbench.tasks import Learner
 
@@ -160,7 +161,7 @@ class ModelPortion:
 
     def begin_batch(self, micro: int, partition: Partition) -> Any:
         if micro not in self._batches:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+            raise StrategyError(explain_missing_forward(micro))
         batch = self._batches.pop(micro)
         self.micros_in_flight.cut_batch(batch, partition)
         return batch

@@ -24,6 +24,7 @@ from workbench.host.placement.optimizer_slots import step_shard
 from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
 from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, StrategyError
+from workbench.rank.errors import explain_missing_forward
 from workbench.sim.model.outline import BucketCut
 from workbench.sim.model.portion import ModelPortion
 from workbench.sim.model.session_parts import SessionParts
@@ -194,7 +195,7 @@ class RankTensors(ModelPortion):
             raise StrategyError("a rank's backward begins with its loss, or its replica's: give a number, or nothing")
         loss = self._open.pop((self._worker, micro), None)
         if loss is None:
-            raise StrategyError(f"backward of micro-batch {micro} was asked for before its forward")
+            raise StrategyError(explain_missing_forward(micro))
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
         self.curvature.note_backward(grad)

@@ -17,9 +17,10 @@ from workbench.host.core.planned_event import Planned
 from workbench.host.elastic.leaving import explain_refusal
 from workbench.host.elastic.reentry import Membership
 from workbench.host.elastic.shrink_plan import RemainingRank, mark_end_reason, plan_shrink
-from workbench.host.elastic.voting import NextGeneration, Quorum, conjugate_be, format_ranks
+from workbench.host.elastic.voting import NextGeneration, Quorum
 from workbench.record import checkpoints
 from workbench.settings import Change, KnobError
+from workbench.settings.rank_text import conjugate_be, format_ranks
 from workbench.sim.clock.world import TimedCall, VirtualWorld
 from workbench.sim.rank.checkpoints import CheckpointStore
 from workbench.sim.rank.joining import JoinEvent

@@ -11,9 +11,9 @@ from workbench.host.core.data_positions import count_used_up
 from workbench.host.core.planned_event import PlannedEvent
 from workbench.host.elastic.reentry import resize_experiment
 from workbench.host.elastic.resizing import gather_state
-from workbench.host.elastic.voting import format_ranks
 from workbench.rank import Op
 from workbench.settings import Json, KnobError
+from workbench.settings.rank_text import format_ranks
 from workbench.sim.rank.changes import Reconfigurable
 
 

@@ -10,7 +10,7 @@ import json
 
 import numpy as np
 
-from workbench.analysis.compare.clear import why_few
+from workbench.analysis.compare.clear_difference import why_few
 from workbench.analysis.steps.collectives import lined_up
 from workbench.analysis.steps.window import Window, change_steps, last_steps
 from workbench.record.timeline import Timeline

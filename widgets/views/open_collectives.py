@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 
 from widgets.views._base import Patch, View
 from workbench.analysis import list_open
-from workbench.analysis.communication.entered import OpenCollective
+from workbench.analysis.communication.open_collectives import OpenCollective
 
 MIN_WAIT = 1.5  # seconds; the kernel asks once a second, so shorter waits are not shown
 STACKS = "Press Stacks, above, to see the call stack of every thread of every rank."
 
 
-class InCollective(View):
+class OpenCollectives(View):
     """A row for each collective in which ranks wait for other ranks."""
 
     name: ClassVar[str] = "entered"

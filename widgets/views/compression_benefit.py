@@ -21,7 +21,7 @@ ALONE = "A single rank sends nothing, so compression saves nothing here."
 MARK = {"costs": " wb-found"}
 
 
-class Pays(View):
+class CompressionBenefit(View):
     """Effective ratio, error, unsent residual and whether compression pays."""
 
     name: ClassVar[str] = "pays"

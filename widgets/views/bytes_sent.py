@@ -15,7 +15,7 @@ from widgets.views._base import Grid, Patch, View, thin_points
 from workbench.analysis import bytes_per_step, last_steps, sent_bytes
 
 
-class Sent(View):
+class BytesSent(View):
     """Payload bytes of each exchange over the steps before it. Excludes hand-overs."""
 
     name: ClassVar[str] = "bytes"

@@ -9,7 +9,7 @@ from widgets.views._base import Patch, View
 from workbench.analysis import list_unheeded
 
 
-class Asked(View):
+class UnmetRequests(View):
     """A line for a pace that the machine cannot keep, and one for each fault without an effect."""
 
     name: ClassVar[str] = "asked"
