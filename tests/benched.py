@@ -37,7 +37,7 @@ def begin(bench: EngineServer, session: type, path: Path, generation: str = "g",
     (path / "run.json").write_text("{}")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tests.benched.Session", session, raising=False)
-        job = {"session": "tests.benched:Session", "generation": generation, "run_dir": str(path), "rank": rank,
+        job = {"session": "tests.benched:Session", "run_id": generation, "run_dir": str(path), "rank": rank,
                "size": 1, "epoch": 0.0, "store": ("x", 0), "device": "cpu", "kind": "gloo",
                "loopback": True}  # fmt: skip
         bench.begin_session(job, cloudpickle.dumps((None, (), [])))

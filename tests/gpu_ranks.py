@@ -68,7 +68,7 @@ class Ranks:
 
     def start(self, e: Experiment, *changes: Change, kind: str = "nccl") -> None:
         self._kept, *where = Session.host_store()
-        job = {"store": tuple(where), "generation": uuid.uuid4().hex, "secret": b"ours", "epoch": time.time(),
+        job = {"store": tuple(where), "run_id": uuid.uuid4().hex, "secret": b"ours", "epoch": time.time(),
                "changes": changes, "kind": kind, "size": e.ranks}  # fmt: skip
         for line, device in zip(self.lines, self.devices, strict=True):
             line.send_bytes(cloudpickle.dumps(("start", (e, {**job, "device": device}))))

@@ -93,7 +93,7 @@ def live(experiment: Experiment, changes: tuple[Change, ...] = (), **more: Any) 
     store, host, port = Session.host_store()
     rest = {
         "store": (host, port),
-        "generation": uuid.uuid4().hex,
+        "run_id": uuid.uuid4().hex,
         "secret": b"ours",
         "epoch": time.time(),
         "changes": changes,

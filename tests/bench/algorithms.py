@@ -157,7 +157,7 @@ def measure(one: dict[str, Any], rank: int, size: int, store: tuple[str, int], g
 
 def timed(e: Experiment, rank: int, store: tuple[str, int], generation: str, loopback: bool) -> list[float]:
     """Returns the durations that one rank's steps sampled, without the first."""
-    session = Session(e, rank=rank, size=e.ranks, store=store, generation=generation, secret=b"ours",
+    session = Session(e, rank=rank, size=e.ranks, store=store, run_id=generation, secret=b"ours",
                       epoch=time.time(), loopback=loopback)  # fmt: skip
     session.record.close()
     session.record = rows = Rows()

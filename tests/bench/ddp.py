@@ -82,7 +82,7 @@ class Ours:
         self, e: Experiment, rank: int, where: tuple[str, int], out: Path, generation: str = "ours", device: str = "cpu"
     ) -> None:
         session = Session(
-            e, rank=rank, size=e.ranks, store=where, generation=generation, secret=b"ours", epoch=time.time(),
+            e, rank=rank, size=e.ranks, store=where, run_id=generation, secret=b"ours", epoch=time.time(),
             run_dir=out, device=device, kind=KINDS[device.partition(":")[0]],
         )  # fmt: skip
         self.training = session.set_up()

@@ -169,7 +169,7 @@ class Held:
     """One method's session in this process, driven block by block."""
 
     def __init__(self, e: Experiment, rank: int, where: tuple[str, int], name: str, out: Path) -> None:
-        session = Session(e, rank=rank, size=PROCESSES, store=where, generation=name, secret=b"bench",
+        session = Session(e, rank=rank, size=PROCESSES, store=where, run_id=name, secret=b"bench",
                           epoch=time.time(), run_dir=out / name)  # fmt: skip
         self.training = session.set_up()
         self.training.host.drive_coroutine(self.training.place_state())

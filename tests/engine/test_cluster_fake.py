@@ -166,7 +166,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 def test_what_is_decoded_is_what_was_encoded() -> None:
     for kind, columns in (("spans", spans(5, 100, rank=2)), ("marks", marks(3))):
         batch = row_encoding.decode_batch(row_encoding.encode_batch(row_encoding.RowBatch("g", kind, 2, 7, columns)))
-        assert (batch.generation, batch.kind, batch.rank, batch.seq) == ("g", kind, 2, 7)
+        assert (batch.run_id, batch.kind, batch.rank, batch.seq) == ("g", kind, 2, 7)
         assert same(batch.columns, columns)
 
 
@@ -295,7 +295,7 @@ def test_the_kernel_writes_the_last_mark_of_a_dead_rank_to_disk(tmp_path: Path) 
 def test_an_answer_whose_message_was_lost_is_found_on_disk_though_nothing_follows_it(tmp_path: Path) -> None:
     run = Run(Experiment(ranks=1), path=tmp_path / "run", epoch=1.0)
     path = run.save()
-    told = {"generation": "g", "as": 0, "error": None, "state": "running", "step": 5, "busy": "", "over": False}
+    told = {"run_id": "g", "as": 0, "error": None, "state": "running", "step": 5, "busy": "", "over": False}
     told["sent"] = {"marks": 1}
     line = SimpleNamespace(ask_all=lambda what, **rest: {0: told})
     live = RunController(run, SimpleNamespace(rpc=line), Changes(Experiment(ranks=1), []), "g")

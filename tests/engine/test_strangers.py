@@ -117,7 +117,7 @@ def test_another_user_reads_nothing_and_the_run_trains_on(lab: Lab, monkeypatch:
     client = json.loads((lab.cluster.place.path / "security" / "ipcontroller-client.json").read_text())
     signed, keys = client["key"], json.loads(lab.cluster.place.file.read_text())["keys"]
     asked = {"ports": listeners(lab), "folders": [str(folder), tempfile.gettempdir()], "seconds": SECONDS,
-             "secrets": ["what-a-cell-prints", *keys, signed, *made, lab._live.generation],
+             "secrets": ["what-a-cell-prints", *keys, signed, *made, lab._live.run_id],
              "canary": str(canary)}  # fmt: skip
     script = Path(__file__).with_name("stranger.py")
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -137,7 +137,7 @@ def test_another_user_reads_nothing_and_the_run_trains_on(lab: Lab, monkeypatch:
     assert (got["uid"], got["heard"], got["told"]) == (NOBODY, [], []) and got["tries"] > 100 and got["sent"] > 100
     assert len(made) == 1 and len(signed) == 64 and not canary.exists(), "nothing that it sent was unpickled"
     assert [f for f in got["opened"] if Path(f).is_relative_to(folder)] == []
-    assert lab._live.generation not in got["names"], "the run's name is in no name that others can list"
+    assert lab._live.run_id not in got["names"], "the run's name is in no name that others can list"
     assert lab.notes == [] and lab.state == "running"
     lab.stop()
     run.wait(60)

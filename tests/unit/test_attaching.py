@@ -23,7 +23,7 @@ class Engines:
     generation: of the run that each engine has
     """
 
-    generation = "g"
+    run_id = "g"
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.asked, self.rpc = answers, list[int](), self
@@ -36,7 +36,7 @@ class Engines:
         self.asked.append(rank)
         if isinstance(answer := self.answers[rank], Exception):
             raise answer
-        return {"of": rank, "generation": self.generation}, answer
+        return {"of": rank, "run_id": self.run_id}, answer
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_kernel_attaches_to_the_first_engine_that_has_the_run(
     answers: tuple[Any, ...], found: int, asked: list[int]
 ) -> None:
     engines: Any = Engines(*answers)
-    job = {"of": found, "generation": "g"}
+    job = {"of": found, "run_id": "g"}
     assert launch._fetch_session_arguments(engines, "g") == (job, b"run") and engines.asked == asked
 
 

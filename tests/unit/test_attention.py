@@ -181,7 +181,7 @@ def test_rows_missing_on_disk_are_counted_at_the_end(tmp_path: Path) -> None:
     writer.append({k: v[:4] for k, v in rows.items()})
     writer.close()
     w.hang_monitor.take_mark(0, 4, "spool", {"error": "No space left on device", "lost": 3, "text": "not written"})
-    w.hang_monitor.recording.count_lacking()
+    w.hang_monitor.record_monitor.count_lacking()
     assert run.unwritten == 6 and w.notes == [
         f"the record in {tmp_path / 'run'} ends without 6 rows of this run; "
         "run.save('elsewhere') writes all rows that are shown here"
@@ -271,7 +271,7 @@ def test_a_rank_hangs_after_a_limit_that_depends_on_earlier_durations(
     w = Watched()
     heard: list[Any] = []
     w.hang_monitor.hang_after = lambda: after
-    w.hang_monitor.hangs = lambda found, fresh: heard.append((found.odd, fresh))
+    w.hang_monitor.report_stall = lambda found, fresh: heard.append((found.stalled_ranks, fresh))
     took(w, before)
     for _ in range(named_at - 1):
         w.second(2, mute=False)
@@ -303,7 +303,7 @@ def test_the_limit_for_steps_does_not_apply_to_a_first_evaluation() -> None:
 def test_only_a_silent_ranks_process_is_inspected() -> None:
     w = Watched()
     asked: list[int] = []
-    w.hang_monitor.process = lambda rank: asked.append(rank) or "its process is stopped"  # type: ignore[func-returns-value]
+    w.hang_monitor.describe_process = lambda rank: asked.append(rank) or "its process is stopped"  # type: ignore[func-returns-value]
     for _ in range(11):
         w.second(2)
     assert set(asked) == {2} and "(its process is stopped" in w.notes[0]

@@ -165,7 +165,7 @@ def test_a_mean_finished_by_one_rank_counts_for_all(strategy: Strategy, monkeypa
 
     async def step_until_cut(self: Any, rank: Rank, state: Any) -> None:
         await step(self, rank, state)
-        if rank.step != last or not rank.id or sessions[0].turn > 1:
+        if rank.step != last or not rank.id or sessions[0].generation_number > 1:
             return
         until = time.monotonic() + 0.5  # rank 0 makes one more step if it need not meet the other ranks for it
         while sessions[0].rank.step <= last or (sessions[0].rank.step == last + 1 and time.monotonic() < until):

@@ -79,7 +79,7 @@ class Alone:
         chip.bind_thread()
         store = connect_store(*where, tag)
         self.control = Wire(store, index, ranks, "control", leaving)
-        self.wire = Wire(store, index, ranks, "data", leaving, kind="nccl", beside=self.control.has_lost_peer)
+        self.wire = Wire(store, index, ranks, "data", leaving, kind="nccl", is_peer_gone=self.control.has_lost_peer)
         self.group = self.wire.group
         self.watch = make_stopwatch(chip, clock, self.rows, self.wire.check_peers)
         port = Port(index, ranks, PacedSleep(clock), 0)

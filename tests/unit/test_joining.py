@@ -92,7 +92,7 @@ class Faults:
         self._counts.clear()
 
     def _passes(self, session: Session) -> None:
-        if session.forming is None or session.member not in self.victims or session.turn > 1:
+        if session.forming is None or session.member not in self.victims or session.generation_number > 1:
             return
         self._counts[session.member] = number = self._counts.get(session.member, 0) + 1
         if number == self.at:

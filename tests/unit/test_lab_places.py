@@ -64,13 +64,13 @@ def test_a_place_is_private_and_unique() -> None:
 def test_an_owner_and_a_guest_keep_what_the_other_wrote() -> None:
     owner = LabPlace.make_place("shared")
     guest = LabPlace(owner.path)
-    guest.write_state(run={"generation": 1})
+    guest.write_state(run={"run_id": 1})
     owner.add_process([7, 1.0], "engine 0")
-    guest.write_state(run={"generation": 2})
+    guest.write_state(run={"run_id": 2})
     owner.add_process([8, 1.0], "engine 1")
     owner.drop_process(7)
     for place in (owner, guest, LabPlace(owner.path)):
-        assert place.state["run"] == {"generation": 2} and place.state["processes"] == [[8, 1.0, "engine 1"]]
+        assert place.state["run"] == {"run_id": 2} and place.state["processes"] == [[8, 1.0, "engine 1"]]
 
 
 def test_no_write_is_lost_when_kernels_write_at_the_same_time() -> None:
@@ -101,12 +101,12 @@ def test_a_stopped_kernel_that_holds_the_lock_is_named_and_blocks_nobody_for_eve
         monkeypatch.setattr(place_module, "LOCK_TIMEOUT", 0.3)
         words = f"{place.path / 'lab.lock'}: the lab's state cannot be changed.*held by process {holder.pid}, which"
         with pytest.raises(ClusterError, match=words):
-            place.write_state(run={"generation": 1})
+            place.write_state(run={"run_id": 1})
         end_processes(place)  # raises nothing
         os.kill(holder.pid, signal.SIGCONT)
         assert holder.wait(60) == 0
-        place.write_state(run={"generation": 2})
-        assert place.read_state()["run"] == {"generation": 2}
+        place.write_state(run={"run_id": 2})
+        assert place.read_state()["run"] == {"run_id": 2}
     finally:
         holder.kill()
         holder.wait()

@@ -66,7 +66,7 @@ def begin_session(bench: Any, run_dir: Path) -> None:
     """Begins a run of one rank on this engine."""
     (run_dir / "run.json").write_text("{}")
     bench.secret = b"ours".hex()
-    job = {"session": "workbench.engine.rank.session:Session", "generation": uuid.uuid4().hex, "epoch": 0.0,
+    job = {"session": "workbench.engine.rank.session:Session", "run_id": uuid.uuid4().hex, "epoch": 0.0,
            "run_dir": str(run_dir), "rank": 0, "size": 1, "device": "cpu", "kind": "gloo", "loopback": True,
            "store": bench.host_store("workbench.engine.rank.session:Session", "127.0.0.1")}  # fmt: skip
     bench.begin_session(job, cloudpickle.dumps((experiment(1, 2, strategy=Prints()), (), [])))

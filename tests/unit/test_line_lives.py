@@ -65,14 +65,14 @@ def test_a_look_before_a_session_starts_does_not_end_the_line(
         HOLD.set()
         thread.join(60)
     status = line.ask_rank(0, "status", timeout=60)[0]
-    assert status["generation"] == "g"
+    assert status["run_id"] == "g"
     assert "cannot join thread before it is started" in status["trouble"], "what it met is told"
     assert until(lambda: line.ask_rank(0, "status", timeout=60)[0]["over"])
 
 
 def test_a_session_that_has_not_been_started_has_not_ended() -> None:
     store, name, port = Session.host_store()
-    session = Session(experiment(1, 1), rank=0, size=1, store=(name, port), generation="g", secret=b"s",
+    session = Session(experiment(1, 1), rank=0, size=1, store=(name, port), run_id="g", secret=b"s",
                       epoch=time.time())  # fmt: skip
     assert not session.join(0)
     with pytest.raises(RuntimeError, match="rank 0 is not set up"):

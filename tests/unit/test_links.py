@@ -66,7 +66,7 @@ def test_a_dead_link_is_named_by_both_ends_from_either_ends_report() -> None:
     found = name_dead_link(
         StallVerdict("all ranks have waited in all_reduce of step 5 for 13 s", (0, 1, 2, 3), 13.0), told
     )
-    assert found.odd == (1, 2) and not found.sure
+    assert found.stalled_ranks == (1, 2) and not found.is_certain
     assert found.text == ("rank 1 waits for rank 2, and rank 2 for rank 1: no data has crossed the link between them "
                           "for 12 s; all ranks have waited in all_reduce of step 5 for 13 s")  # fmt: skip
     assert name_dead_link(found, {0: [end(1, 2)], 1: [end(2, 1)]}) == found

@@ -34,7 +34,7 @@ def tracked(rank: int, where: tuple[str, int], name: str, generation: str, out: 
     """Runs one rank; MemTracker watches rank 0's last step. Writes both reports into a file."""
     torch.set_num_threads(1)
     e = Experiment(task=tasks()[name], ranks=2, eval_every=0)
-    session = Session(e, rank=rank, size=2, store=where, generation=generation, secret=b"ours", epoch=time.time())
+    session = Session(e, rank=rank, size=2, store=where, run_id=generation, secret=b"ours", epoch=time.time())
     session.record.close()
     session.record = rows = Rows()
     training = session.set_up()

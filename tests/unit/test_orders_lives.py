@@ -65,9 +65,7 @@ def orders(line: RpcClient, generation: str) -> CommandQueue:
         living_ranks={0}, dead_ranks=set(), outlives=lambda: False, note_removed=lambda ranks, step: None
     )
     return CommandQueue(
-        SimpleNamespace(
-            cluster=SimpleNamespace(rpc=line), generation=generation, ending=ending, step=0, note_error=failed
-        )
+        SimpleNamespace(cluster=SimpleNamespace(rpc=line), run_id=generation, ending=ending, step=0, note_error=failed)
     )  # type: ignore[arg-type]
 
 

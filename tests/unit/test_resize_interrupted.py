@@ -57,7 +57,7 @@ class Engines:
 
     def __init__(self, count: int) -> None:
         self.engines = [SimpleNamespace(rank=r, id=r, process_key=100 + r) for r in range(count)]
-        self.jobs: dict[int, tuple[str, int]] = {}  # by process: (generation, rank) of its last session
+        self.jobs: dict[int, tuple[str, int]] = {}  # by process: (run id, rank) of its last session
         self.waits: dict[int, bool] = {}  # by process: whether that session waits for an invitation
         self.rpc, self.start_lock, self.devices = self, nullcontext(), ["cpu"] * count
         self.health, self.processes, self.is_guest = SimpleNamespace(describe_controller_death=lambda: ""), None, False
@@ -73,11 +73,11 @@ class Engines:
         return {rank: self._said(what, self.engines[rank].process_key, of) for rank in ranks}
 
     def _said(self, what: str, process: int, of: Any) -> Any:
-        generation, rank = self.jobs.get(process, ("", None))
-        if what == "abort" and generation == of[0] and rank in of[1]:
+        run_id, rank = self.jobs.get(process, ("", None))
+        if what == "abort" and run_id == of[0] and rank in of[1]:
             self.waits[process] = False
         waits = self.waits.get(process, False)
-        return {"over": not waits, "as": rank, "generation": generation, "sent": {},
+        return {"over": not waits, "as": rank, "run_id": run_id, "sent": {},
                 "state": "waiting" if waits else "stopped"}  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class Training:
     """The kernel's view of a run with two training ranks on four engines."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.cluster, self.generation, self.state, self.step = Engines(4), "g", "running", 7
+        self.cluster, self.run_id, self.state, self.step = Engines(4), "g", "running", 7
         self.changes = Changes(Experiment(ranks=2).checked(), [])
         self.members, self.used_ranks, self.successor_ranks = (0, 1), {0, 1}, dict[int, int]()
         self.ending, self.preempted = RunEnding(range(2)), dict[int, float | None]()

@@ -78,8 +78,8 @@ class Crowd:
     def call(self, ranks: int) -> None:
         """Adds a session that waits to be one of `ranks` ranks."""
         first = self.every[0]
-        made = Session(first.began_with, rank=len(self.every), size=ranks, store=first.where, generation=first.base,
-                       secret=first.secret, epoch=time.time(), joins=True)  # fmt: skip
+        made = Session(first.began_with, rank=len(self.every), size=ranks, store=first.store_address,
+                       run_id=first.run_id, secret=first.secret, epoch=time.time(), joins=True)  # fmt: skip
         made.record.close()
         made.record = Rows()  # type: ignore[assignment]
         made.start()

@@ -47,12 +47,12 @@ def test_a_rank_in_its_own_code_is_named_while_the_others_wait(op: str, words: s
 def test_the_named_ranks_are_never_victims(odd: tuple[int, ...]) -> None:
     for culprit in (computes(), mute(), mute(op=REDUCE, waiting=True)):
         found = find_stall({r: culprit if r in odd else waits(still=11.0 + r) for r in range(4)}, 10.0)
-        assert found is not None and found.odd == odd
+        assert found is not None and found.stalled_ranks == odd
 
 
 def test_a_rank_frozen_in_a_collective_is_named_although_it_seems_to_wait() -> None:
     found = find_stall({0: waits(), 1: mute(op=REDUCE, waiting=True), 2: waits()}, 10.0)
-    assert found is not None and found.odd == (1,)
+    assert found is not None and found.stalled_ranks == (1,)
 
 
 def own(step: int = 5, line: int = 8) -> RankPlace:
@@ -61,18 +61,19 @@ def own(step: int = 5, line: int = 8) -> RankPlace:
 
 def test_a_rank_that_skipped_a_collective_of_the_script_is_named_and_the_line() -> None:
     found = find_stall({0: own(), 1: waits(op="backward")}, 10.0)
-    assert found is not None and found.odd == (1,)
+    assert found is not None and found.stalled_ranks == (1,)
     assert found.text == ("rank 1 went past all_reduce at train.py:8 of step 5, in which rank 0 waits, and waits in "
                           "backward of step 5; no rank has moved for 12 s")  # fmt: skip
     found = find_stall({0: own(), 1: waits(step=6), 2: own()}, 10.0)
-    assert found is not None and found.odd == (1,) and "in which ranks 0, 2 wait" in found.text
+    assert found is not None and found.stalled_ranks == (1,) and "in which ranks 0, 2 wait" in found.text
 
 
 def test_a_rank_that_alone_calls_a_collective_is_named() -> None:
     found = find_stall({0: waits(op="backward"), 1: waits(op="backward"), 2: own()}, 10.0)
-    assert found is not None and found.odd == (2,) and "rank 2 waits in all_reduce at train.py:8" in found.text
+    assert found is not None and found.stalled_ranks == (2,)
+    assert "rank 2 waits in all_reduce at train.py:8" in found.text
     found = find_stall({0: own(step=7), 1: waits(step=6)}, 10.0)
-    assert found is not None and found.odd == (0, 1), "who is behind skipped nothing"
+    assert found is not None and found.stalled_ranks == (0, 1), "who is behind skipped nothing"
     found = find_stall({0: own(), 1: own(line=9), 2: waits()}, 10.0)
     assert found is not None and "went past" not in found.text
 
@@ -94,7 +95,7 @@ def test_without_lockstep_the_stopped_rank_is_named_and_the_others_go_on() -> No
 
 def test_if_all_wait_the_rank_in_another_operation_is_named() -> None:
     found = find_stall({0: waits(6), 1: waits(6), 2: waits(5, "broadcast norms"), 3: waits(6)}, 10.0)
-    assert found is not None and found.odd == (2,)
+    assert found is not None and found.stalled_ranks == (2,)
     assert found.text == (
         "no rank has moved for 12 s: rank 2 waits in broadcast norms of step 5, ranks 0, 1, 3 wait in "
         "all_reduce bucket 0 of step 6"
@@ -103,7 +104,7 @@ def test_if_all_wait_the_rank_in_another_operation_is_named() -> None:
 
 def test_two_ranks_that_wait_in_different_operations_are_both_named() -> None:
     found = find_stall({0: waits(6), 1: waits(5)}, 10.0)
-    assert found is not None and found.odd == (0, 1)
+    assert found is not None and found.stalled_ranks == (0, 1)
     assert found.text.index("rank 1 waits") < found.text.index("rank 0 waits"), "the one behind comes first"
 
 

@@ -81,7 +81,7 @@ def test_an_answering_rank_is_asked_for_lost_rows(live: RunController) -> None:
 
 def test_the_last_rows_are_fetched_though_the_last_status_is_older(live: RunController) -> None:
     rows = columns_of("spans", [(0, 7, "step", "step", 0.0, 0.0, 0.1, 0)])
-    about = {"generation": "g", "as": 0, "state": "running", "step": 7, "over": False}
+    about = {"run_id": "g", "as": 0, "state": "running", "step": 7, "over": False}
     live.status[0] = {**about, "sent": {"spans": 0}}
     live.cluster.rpc.ask_all = lambda what, **rest: {0: {**about, "sent": {"spans": 1}}}
     live.reorder_buffer._missed = lambda kind, rank, start: (

@@ -66,7 +66,7 @@ def test_a_wire_does_not_wait_any_more_once_its_wait_has_failed(verb: str) -> No
     def fail(*_: Any) -> None:
         raise ConnectionError("Connection closed by peer")
 
-    setattr(wire.line, verb, fail)
+    setattr(wire.backend, verb, fail)
     with pytest.raises(ConnectionError):
         getattr(wire, verb)(wire.all_reduce(torch.ones(1)))
     assert not wire.is_waiting
@@ -79,7 +79,7 @@ def test_nccl_watches_a_collective_whose_predecessor_failed() -> None:
         raise RuntimeError("NCCL error")
 
     backend = SimpleNamespace(abort=lambda: None, shutdown=lambda: None)
-    line = NcclGroup(None, 0, 2, device="cuda", beside=lambda: False, made=lambda *_: (None, backend))
+    line = NcclGroup(None, 0, 2, device="cuda", is_peer_gone=lambda: False, made=lambda *_: (None, backend))
     line.note_issued(SimpleNamespace(is_completed=lambda: False, wait=fail))
     line._open[0].is_completed = lambda: True
     with pytest.raises(RuntimeError, match="NCCL error"):

@@ -159,9 +159,9 @@ def start_sessions(
         ]
         blob = _pickle_experiment((experiment, tuple(changes), new))
         _stamp_epoch(run)
-        job = {"session": SESSION_CLASS, "generation": live.generation, "run_dir": str(run.path), "epoch": run.epoch,
+        job = {"session": SESSION_CLASS, "run_id": live.run_id, "run_dir": str(run.path), "epoch": run.epoch,
                "resume": str(begun) if begun else "", "leads": experiment.task.has_own_loop}  # fmt: skip
-        told = {"path": str(run.path), "generation": live.generation, "ranks": experiment.ranks, "epoch": run.epoch}
+        told = {"path": str(run.path), "run_id": live.run_id, "ranks": experiment.ranks, "epoch": run.epoch}
         cluster.place.write_state(run=told)
         cluster.health.note_shortages()
         live.session_arguments, live.pickled_experiment, live.secret = (
@@ -215,7 +215,7 @@ def _list_local(state: dict[str, Any]) -> list[list[float]]:
     return [[e["pid"], e["created"]] for e in state["engines"] if e["host"] == host_name()]
 
 
-def _fetch_session_arguments(cluster: Cluster, generation: str) -> tuple[dict[str, Any], bytes]:
+def _fetch_session_arguments(cluster: Cluster, run_id: str) -> tuple[dict[str, Any], bytes]:
     """Returns the job and the pickled experiment from any engine of this run, or ({}, b"").
 
     Raises ClusterError if no engine answers.
@@ -225,7 +225,7 @@ def _fetch_session_arguments(cluster: Cluster, generation: str) -> tuple[dict[st
         try:
             if blob := cluster.rpc.ask_rank(rank, "experiment", timeout=ATTACH_TIMEOUT)[1]:
                 job = cluster.rpc.ask_rank(rank, "job", timeout=ATTACH_TIMEOUT)[0]
-                if job.get("generation") == generation:
+                if job.get("run_id") == run_id:
                     return job, blob
             answered = True
         except ClusterError as failed:
@@ -253,7 +253,7 @@ def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> 
     about = cluster.place.read_state().get("run")
     if not about:
         return None
-    job, blob = _fetch_session_arguments(cluster, about["generation"])
+    job, blob = _fetch_session_arguments(cluster, about["run_id"])
     if not blob:
         return None
     experiment, _, _ = cloudpickle.loads(blob)
@@ -263,7 +263,7 @@ def rejoin_run(cluster: Cluster, listed: list[PendingChange], kind: type[R]) -> 
     living = [engine.rank for engine in cluster.engines if not cluster.describe_death(engine.rank)]
     cluster.rpc.ask_all("settle", timeout=SETTLE_TIMEOUT, ranks=living)
     run = _open_run(about, experiment, kind)
-    live = RunController(run, cluster, Changes(experiment, listed), about["generation"])
+    live = RunController(run, cluster, Changes(experiment, listed), about["run_id"])
     live.secret, live.pickled_experiment, live.session_arguments = job.pop("secret"), blob, job
     live.replay_record()
     cluster.on_batch = live.take_batch

@@ -111,7 +111,7 @@ class EngineServer(RpcHandlers):
         self.last_request_at = time.monotonic()
         self.is_end_reported = False  # the kernel knows that the session is over
         self.last_error = ""  # of a request
-        self._dismissed: set[tuple[str, int]] = set()  # (generation, rank) dismissed before it began
+        self._dismissed: set[tuple[str, int]] = set()  # (run_id, rank) dismissed before it began
         self._session_lock = threading.Lock()  # held while a session begins or a command runs
         self._context = zmq.Context()
         keys = CurveKeys.make_pair()
@@ -158,10 +158,10 @@ class EngineServer(RpcHandlers):
         experiment, changes, learned = cloudpickle.loads(blob)
         session = _load_object(arguments["session"])(
             experiment, rank=arguments["rank"], size=arguments["size"], store=tuple(arguments["store"]), run_dir=where,
-            generation=arguments["generation"], push=self.publish_rows, epoch=arguments["epoch"], changes=changes,
+            run_id=arguments["run_id"], push=self.publish_rows, epoch=arguments["epoch"], changes=changes,
             device=arguments["device"], kind=arguments["kind"], loopback=arguments["loopback"],
             secret=bytes.fromhex(self.secret),
-            **{name: arguments[name] for name in ("joins", "resume", "ours") if arguments.get(name)},
+            **{name: arguments[name] for name in ("joins", "resume", "owns_process") if arguments.get(name)},
         )  # fmt: skip
         session.before_end = self._capture.end_lines
         with self._session_lock:
@@ -170,9 +170,9 @@ class EngineServer(RpcHandlers):
             process_restart.note_run(bool(arguments.get("leads")))
             self.session_arguments, self.pickled_experiment = arguments, blob
             self.sent_rows, self.is_end_reported = {}, False
-            if (arguments["generation"], arguments["rank"]) in self._dismissed:
+            if (arguments["run_id"], arguments["rank"]) in self._dismissed:
                 session.abort()
-            self._dismissed = {life for life in self._dismissed if life[0] == arguments["generation"]}
+            self._dismissed = {life for life in self._dismissed if life[0] == arguments["run_id"]}
         _show_in_cells("workbench_session", session)
         try:
             session.start()
@@ -188,7 +188,7 @@ class EngineServer(RpcHandlers):
         """Rows go in one message. Without a listener they stay on disk only."""
         frames = []
         for kind, seq, columns in new:
-            batch = RowBatch(self.session_arguments["generation"], kind, self.session_arguments["rank"], seq, columns)
+            batch = RowBatch(self.session_arguments["run_id"], kind, self.session_arguments["rank"], seq, columns)
             self.sent_rows[kind] = seq + len(batch)
             frames += encode_batch(batch)
         with self._lock:
@@ -234,12 +234,12 @@ class EngineServer(RpcHandlers):
 
         A session comes through the controller. A command to leave that overtakes it makes it leave as it begins.
         """
-        generation, ranks = of
+        run_id, ranks = of
         with self._session_lock:
-            if self.session_arguments.get("generation") == generation and self.session_arguments["rank"] in ranks:
+            if self.session_arguments.get("run_id") == run_id and self.session_arguments["rank"] in ranks:
                 return self.handle_request(what, blob, request)
             if what == "abort":
-                self._dismissed |= {(generation, rank) for rank in ranks}
+                self._dismissed |= {(run_id, rank) for rank in ranks}
 
     def is_abandoned(self) -> bool:
         """Whether the lab's kernel ended without detaching."""

@@ -17,7 +17,7 @@ from workbench.cluster.observe import dead_links
 from workbench.cluster.processes.stack_dump import format_stacks
 from workbench.cluster.transport import disk_rows
 
-RANK_FIELDS = ("rank", "device", "joins", "ours", "store", "kind", "loopback")  # session arguments of one rank only
+RANK_FIELDS = ("rank", "device", "joins", "owns_process", "store", "kind", "loopback")  # of one rank only
 
 
 class RpcHandlers:
@@ -40,14 +40,14 @@ class RpcHandlers:
     def is_busy(self) -> bool: ...
 
     def on_status(self, blob: bytes) -> dict[str, Any]:
-        """Returns the session's status, generation and rank, whether it is over, and its counts of sent rows.
+        """Returns the session's status, run_id and rank, whether it is over, and its counts of sent rows.
 
         runs: this process's kinds of run, see process_restart.py
         """
         runs = process_restart.list_run_kinds()  # first: a loop that begins now must not look finished
         over = self.is_end_reported = not self.is_busy  # before the status, which then is the last
         status = self.session.status() if self.session else {"state": "idle", "step": 0, "busy": "", "error": None}
-        who = {"generation": self.session_arguments.get("generation", ""), "as": self.session_arguments.get("rank")}
+        who = {"run_id": self.session_arguments.get("run_id", ""), "as": self.session_arguments.get("rank")}
         return {**status, **who, "over": over, "sent": self.sent_rows, "trouble": self.last_error,
                 "runs": runs}  # fmt: skip
 

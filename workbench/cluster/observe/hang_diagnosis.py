@@ -21,34 +21,34 @@ LONG_WAIT_SHARE = 0.3  # of that patience: the status line names longer waits
 class RankPlace(NamedTuple):
     """One rank's last place.
 
-    waits:   only other ranks can end its operation
-    still:   seconds without a move
-    mute:    seconds without an answer or a row
-    times:   factor on the limit, if it took long in this operation before
-    process: the system's report on its process, or ""
-    own:     a script waits in its own collective, unknown to the strategy
+    waits:           only other ranks can end its operation
+    stalled_seconds: without a move
+    silent_seconds:  without an answer or a row
+    limit_factor:    factor on the limit, if it took long in this operation before
+    process:         the system's report on its process, or ""
+    own:             a script waits in its own collective, unknown to the strategy
     """
 
     step: int
     op: str
     waits: bool
-    still: float
-    mute: float
-    times: float = 1.0
+    stalled_seconds: float
+    silent_seconds: float
+    limit_factor: float = 1.0
     process: str = ""
     own: bool = False
 
 
 class StallVerdict(NamedTuple):
-    """`text` describes the ranks `odd`, which have stood for `seconds`.
+    """`text` describes the ranks `stalled_ranks`, which have stood for `seconds`.
 
-    sure: whether they certainly hang: at most half of all, and no other rank is in its own code for long
+    is_certain: whether they certainly hang: at most half of all, and no other rank is in its own code for long
     """
 
     text: str
-    odd: tuple[int, ...]
+    stalled_ranks: tuple[int, ...]
     seconds: float
-    sure: bool = False
+    is_certain: bool = False
 
 
 def find_patience(usual: float | None) -> float:
@@ -58,42 +58,43 @@ def find_patience(usual: float | None) -> float:
 
 def find_stall(table: Mapping[int, RankPlace], limit: float) -> StallVerdict | None:
     """Returns which ranks hold the run up for more than `limit` seconds, or None."""
-    mute = {r for r, seen in table.items() if seen.mute >= limit * seen.times}
-    stuck = {r for r, seen in table.items() if not seen.waits and seen.still >= limit * seen.times} - mute
-    if mute or stuck:
-        return _describe_odd(table, mute, stuck, limit)
-    if len(table) > 1 and all(seen.waits and seen.still >= limit for seen in table.values()):
+    silent = {r for r, seen in table.items() if seen.silent_seconds >= limit * seen.limit_factor}
+    slow = {r for r, seen in table.items() if seen.stalled_seconds >= limit * seen.limit_factor}
+    stuck = {r for r in slow if not table[r].waits} - silent
+    if silent or stuck:
+        return _describe_stalled(table, silent, stuck, limit)
+    if len(table) > 1 and all(seen.waits and seen.stalled_seconds >= limit for seen in table.values()):
         return _all_wait(table)
     return None
 
 
-def _describe_odd(table: Mapping[int, RankPlace], mute: set[int], stuck: set[int], limit: float) -> StallVerdict:
+def _describe_stalled(table: Mapping[int, RankPlace], silent: set[int], stuck: set[int], limit: float) -> StallVerdict:
     parts = []
-    for ranks in _group_alike(table, mute):
-        seen, seconds = table[ranks[0]], max(table[r].mute for r in ranks)
+    for ranks in _group_alike(table, silent):
+        seen, seconds = table[ranks[0]], max(table[r].silent_seconds for r in ranks)
         said = [seen.process, f"last seen in {_describe_place(seen)}" if seen.op else ""]
         last = f" ({'; '.join(filter(None, said))})" if any(said) else ""
         parts.append(f"{format_ranks(ranks)} {conjugate_have(ranks)} said nothing for {seconds:.0f} s{last}")
     for ranks in _group_alike(table, stuck):
-        seconds = max(table[r].still for r in ranks)
+        seconds = max(table[r].stalled_seconds for r in ranks)
         parts.append(
             f"{format_ranks(ranks)} {conjugate_have(ranks)} been in {_describe_place(table[ranks[0]])} "
             f"for {seconds:.0f} s"
         )
-    odd = mute | stuck
-    others = set(table) - odd
+    stalled = silent | stuck
+    others = set(table) - stalled
     if rest := _describe_rest(table, others, BRIEF_WAIT_SHARE * limit):
         parts.append(rest)
-    seconds = max(max(table[r].mute, table[r].still) if r in mute else table[r].still for r in odd)
-    clear = all(table[r].waits or table[r].still <= BRIEF_WAIT_SHARE * limit for r in others)
-    return StallVerdict("; ".join(parts), tuple(sorted(odd)), seconds, clear and len(odd) <= len(others))
+    seconds = max([table[r].stalled_seconds for r in stalled] + [table[r].silent_seconds for r in silent])
+    clear = all(table[r].waits or table[r].stalled_seconds <= BRIEF_WAIT_SHARE * limit for r in others)
+    return StallVerdict("; ".join(parts), tuple(sorted(stalled)), seconds, clear and len(stalled) <= len(others))
 
 
 def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: float) -> str:
     """Describes the other ranks. A wait of at most `brief` seconds is none."""
     waiting: dict[str, list[int]] = {}
     for rank in sorted(others):
-        if table[rank].waits and table[rank].still > brief:
+        if table[rank].waits and table[rank].stalled_seconds > brief:
             waiting.setdefault(table[rank].op, []).append(rank)
     texts = [f"{_list_ranks(ranks)} {conjugate_wait(ranks)} in {op}" for op, ranks in waiting.items()]
     if going := sorted(others.difference(*waiting.values())):
@@ -104,7 +105,7 @@ def _describe_rest(table: Mapping[int, RankPlace], others: set[int], brief: floa
 def _all_wait(table: Mapping[int, RankPlace]) -> StallVerdict:
     """Judges a table of waiting ranks, with the largest group as the norm."""
     groups = sorted(_group_alike(table, table), key=lambda ranks: (len(ranks), table[ranks[0]].step))
-    seconds = min(seen.still for seen in table.values())
+    seconds = min(seen.stalled_seconds for seen in table.values())
     if len(groups) == 1:
         text = f"all ranks have waited in {_describe_place(table[groups[0][0]])} for {seconds:.0f} s"
         return StallVerdict(text, tuple(sorted(table)), seconds)
@@ -116,10 +117,10 @@ def _all_wait(table: Mapping[int, RankPlace]) -> StallVerdict:
             f"{_describe_place(table[past[0]])}; no rank has moved for {seconds:.0f} s"
         )
         return StallVerdict(text, tuple(past), seconds)
-    odd = groups[:1] if len(groups[0]) < len(groups[-1]) else groups
+    stalled = groups[:1] if len(groups[0]) < len(groups[-1]) else groups
     parts = [f"{format_ranks(ranks)} {conjugate_wait(ranks)} in {_describe_place(table[ranks[0]])}" for ranks in groups]
     text = f"no rank has moved for {seconds:.0f} s: {', '.join(parts)}"
-    return StallVerdict(text, tuple(sorted(r for ranks in odd for r in ranks)), seconds)
+    return StallVerdict(text, tuple(sorted(r for ranks in stalled for r in ranks)), seconds)
 
 
 def _went_past(table: Mapping[int, RankPlace]) -> list[int] | None:

@@ -59,9 +59,9 @@ class CommandQueue:
         try:
             if everyone or to:
                 ranks = list(to or live.ending.living_ranks)
-                rpc.ask_all(what, timeout=1.0, ranks=ranks, of=(live.generation, ranks), **arguments)
+                rpc.ask_all(what, timeout=1.0, ranks=ranks, of=(live.run_id, ranks), **arguments)
             else:
-                rpc.ask_rank(self.leader, what, timeout=1.0, of=(live.generation, [self.leader]), **arguments)
+                rpc.ask_rank(self.leader, what, timeout=1.0, of=(live.run_id, [self.leader]), **arguments)
                 if change is not None:
                     change.sent = True
         except Exception as failure:  # must not block the next command

@@ -59,15 +59,14 @@ class Evictions:
         """Takes in a stall. fresh: whether it is new"""
         live = self.live
         if fresh:
-            self.record_mark(
-                "hang", {"ranks": stall.odd, "seconds": stall.seconds, "text": stall.text}, besides=stall.odd
-            )
+            detail = {"ranks": stall.stalled_ranks, "seconds": stall.seconds, "text": stall.text}
+            self.record_mark("hang", detail, besides=stall.stalled_ranks)
         policy = live.changes.experiment.on_hang
-        odd = [rank for rank in stall.odd if rank not in self.leaving]
-        if policy == "wait" or not stall.sure or live.ending.is_stop_requested or not odd:
+        stalled = [rank for rank in stall.stalled_ranks if rank not in self.leaving]
+        if policy == "wait" or not stall.is_certain or live.ending.is_stop_requested or not stalled:
             return
         try:
-            self.evict_ranks(odd, stall.text, replace=policy == "replace", force=True)
+            self.evict_ranks(stalled, stall.text, replace=policy == "replace", force=True)
         except (ClusterError, KnobError) as failure:
             if str(failure) != self._last_refusal:
                 self._last_refusal = str(failure)

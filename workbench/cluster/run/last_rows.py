@@ -40,7 +40,7 @@ def _update_sent_counts(live: RunState, silent: set[int]) -> None:
     """The last status may be older than the counts."""
     asked = [rank for rank in live.ranks if rank not in silent and not live.status.get(rank, {}).get("over")]
     for rank, answer in live.cluster.rpc.ask_all("status", timeout=ARRIVAL_TIMEOUT, ranks=asked).items():
-        if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
+        if isinstance(answer, dict) and (answer["run_id"], answer["as"]) == (live.run_id, rank):
             live.status[rank] = answer
 
 
@@ -77,7 +77,7 @@ def _fetch_rows(live: RunState, rank: int) -> None:
     try:
         disk_rows.copy_files(live.cluster.rpc.ask_rank(rank, "files")[0], read, Path(live.run.path or "."))
     except OSError:
-        live.hang_monitor.recording.note_failure()
+        live.hang_monitor.record_monitor.note_failure()
 
 
 def record_deaths(live: RunState, dead: set[int]) -> None:
@@ -107,4 +107,4 @@ def _add_marks(live: RunState, rank: int, marks: Marks) -> None:
     try:
         run_with_timeout(DISK_TIMEOUT, lambda: disk_rows.add_marks(Path(live.run.path or "."), rank, marks))
     except OSError:
-        live.hang_monitor.recording.note_failure()
+        live.hang_monitor.record_monitor.note_failure()

@@ -47,9 +47,9 @@ class RunController(RunState, RunQuestions):
     commands: CommandQueue
 
     def __init__(
-        self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool] = lambda: True
+        self, run: Run, cluster: Cluster, changes: Changes, run_id: str, watched: Callable[[], bool] = lambda: True
     ) -> None:
-        super().__init__(run, cluster, changes, generation, watched)
+        super().__init__(run, cluster, changes, run_id, watched)
         self.evictions = Evictions(self)
         self.ending.survives_loss = lambda: self.changes.experiment.on_death != "end" or bool(self.evictions.leaving)
         self.commands = CommandQueue(self)
@@ -58,14 +58,15 @@ class RunController(RunState, RunQuestions):
         self._lock = threading.RLock()
         self.hang_monitor = HangMonitor(run, self.ranks, self.notes)
         self.hang_monitor.hang_after = lambda: self.changes.experiment.hang_after
-        self.hang_monitor.process = lambda rank: cluster.health.describe_stop(rank)
-        self.hang_monitor.hangs, self.hang_monitor.between = self.evictions.handle_stall, self.evictions.name_dead_link
+        self.hang_monitor.describe_process = lambda rank: cluster.health.describe_stop(rank)
+        self.hang_monitor.report_stall = self.evictions.handle_stall
+        self.hang_monitor.explain_waiting = self.evictions.name_dead_link
         run.live, run._control = True, self
 
     # -- rows (on the relay's thread)
 
     def take_batch(self, batch: RowBatch) -> None:
-        if batch.generation == self.generation:
+        if batch.run_id == self.run_id:
             self.reorder_buffer.put_batch(batch)
 
     def _append_rows(self, kind: str, rank: int, seq: int, columns: dict[str, Any]) -> None:
@@ -205,7 +206,7 @@ class RunController(RunState, RunQuestions):
         self.queue_command("abort", everyone=True, asked=self.ending.is_stop_requested)
 
     def note_saved(self, path: Path, rows: int) -> None:
-        self.hang_monitor.recording.note_saved(path, rows, None if self.over.is_set() else self.step)
+        self.hang_monitor.record_monitor.note_saved(path, rows, None if self.over.is_set() else self.step)
 
     def wait(self, timeout: float | None = None) -> Run:
         """Waits for the end with a progress line. Raises RankError if ranks failed. See run_waiting.py."""
@@ -230,7 +231,7 @@ class RunController(RunState, RunQuestions):
                 self.notes.append(said(error))
             try:
                 last_rows.record_state(self, state, error)
-                self.hang_monitor.recording.count_lacking()
+                self.hang_monitor.record_monitor.count_lacking()
             except Exception as failure:  # a disk error must not prevent the end
                 self.note_error(failure)
             self.changes.refuse_unanswered("the run ended before it could be applied")

@@ -30,7 +30,8 @@ class RunQuestions:
     def standing(self) -> list[Standing]:
         """Every rank's place, at most one second old."""
         table = self.hang_monitor.table
-        return [Standing(r, s.step, s.op, s.waits, s.still) for r, s in sorted(table.items()) if r in self.members]
+        return [Standing(r, s.step, s.op, s.waits, s.stalled_seconds) for r, s in sorted(table.items())
+                if r in self.members]  # fmt: skip
 
     def profile(self, rank: int, steps: int) -> Path:
         """Returns the trace path of the next `steps` steps of `rank`. See `engine/record/step_profiler.py`."""

@@ -105,7 +105,7 @@ def _list_returned(live: RunState) -> list[int]:
         rank for process, rank in last.items() if not (process in here or rank in ends or cluster.describe_death(rank))
     ]
     answers = cluster.rpc.ask_all("status", timeout=STATUS_TIMEOUT, ranks=gone) if gone else {}
-    over = {rank: (one["generation"], one["as"]) == (live.generation, rank) for rank, one in answers.items()
+    over = {rank: (one["run_id"], one["as"]) == (live.run_id, rank) for rank, one in answers.items()
             if isinstance(one, dict) and one["over"]}  # fmt: skip
     found = []
     for rank, begun in over.items():
@@ -135,7 +135,7 @@ def _begin_sessions(live: RunState, new: list[int]) -> None:
             return
         died = {rank: how for rank in new if (how := live.cluster.describe_death(rank))}
         if died or time.monotonic() > until or live.over.is_set():
-            live.cluster.rpc.ask_all("abort", timeout=1.0, ranks=new, of=(live.generation, new))
+            live.cluster.rpc.ask_all("abort", timeout=1.0, ranks=new, of=(live.run_id, new))
             why = "; ".join(f"the engine of rank {rank} {how}" for rank, how in died.items())
             why = why or f"they did not begin within {BEGIN_TIMEOUT:.0f} s"
             raise RankNotBegun(f"{format_ranks(new)} did not join: {why}; the run goes on without them; ask again")

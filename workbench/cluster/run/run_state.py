@@ -36,10 +36,8 @@ class RunState(ABC):
     reorder_buffer: ReorderBuffer
     hang_monitor: HangMonitor
 
-    def __init__(
-        self, run: Run, cluster: Cluster, changes: Changes, generation: str, watched: Callable[[], bool]
-    ) -> None:
-        self.run, self.cluster, self.changes, self.generation = run, cluster, changes, generation
+    def __init__(self, run: Run, cluster: Cluster, changes: Changes, run_id: str, watched: Callable[[], bool]) -> None:
+        self.run, self.cluster, self.changes, self.run_id = run, cluster, changes, run_id
         self.watched = watched
         self.ranks = range(changes.experiment.ranks)
         self.initial_experiment = changes.experiment

@@ -64,7 +64,7 @@ class RunWatch:
         """Asks every rank for its status. Reads a silent rank's marks from a visible disk."""
         live, now = self.live, time.monotonic()
         for rank, answer in live.cluster.rpc.ask_all("status", timeout=0.8, ranks=self.ending.living_ranks).items():
-            if isinstance(answer, dict) and (answer["generation"], answer["as"]) == (live.generation, rank):
+            if isinstance(answer, dict) and (answer["run_id"], answer["as"]) == (live.run_id, rank):
                 live.status[rank], self._answered_at[rank] = answer, now
                 self.silent.discard(rank)
                 live.reorder_buffer.take_count("marks", rank, answer["sent"].get("marks", 0))  # maybe no later message

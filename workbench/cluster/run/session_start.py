@@ -47,7 +47,7 @@ def begin_sessions(
         rank_arguments = {
             "rank": engine.rank,
             "device": cluster.devices[engine.rank],
-            "ours": cluster.health.is_own(engine),
+            "owns_process": cluster.health.is_own(engine),
         }
         asked[engine.rank] = cluster.client[engine.id].apply_async(
             engine_server.begin_session, {**shared, **rank_arguments}, blob
@@ -61,7 +61,7 @@ def begin_sessions(
     if errors:
         late = {rank for rank, error in errors.items() if isinstance(error, StartTimeout)}
         why = [_describe_failure(cluster, rank, error) for rank, error in errors.items()]
-        _dismiss_begun(cluster, job["generation"], spools, late)
+        _dismiss_begun(cluster, job["run_id"], spools, late)
         raise RankError(why)
     return spools
 
@@ -91,9 +91,9 @@ def _await_session(cluster: Cluster, rank: int, answer: Any, until: float, unwan
     return answer.get(POLL_INTERVAL)
 
 
-def _dismiss_begun(cluster: Cluster, generation: str, begun: Collection[int], late: set[int]) -> None:
+def _dismiss_begun(cluster: Cluster, run_id: str, begun: Collection[int], late: set[int]) -> None:
     """Dismisses ranks that otherwise would wait for the failed one."""
-    cluster.rpc.ask_all("abort", timeout=1.0, ranks=begun, of=(generation, list(begun)))
+    cluster.rpc.ask_all("abort", timeout=1.0, ranks=begun, of=(run_id, list(begun)))
     until, inside = time.monotonic() + LEAVE_TIMEOUT, set(begun)
     while inside and time.monotonic() < until:
         answers = cluster.rpc.ask_all("status", timeout=1.0, ranks=inside)

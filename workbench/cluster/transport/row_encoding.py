@@ -30,7 +30,7 @@ _ROWS = {kind: _row_type(table) for kind, table in _TABLES.items()}
 class RowBatch(NamedTuple):
     """Rows of one rank's table, from row number `seq` on."""
 
-    generation: str
+    run_id: str
     kind: str
     rank: int
     seq: int
@@ -52,7 +52,7 @@ def encode_batch(batch: RowBatch) -> list[bytes]:
             rows[name] = batch.columns[name]
     if "detail" in batch.columns:
         words["detail"] = [str(v) for v in batch.columns["detail"]]
-    head = {"g": batch.generation, "k": batch.kind, "r": batch.rank, "s": batch.seq, "n": len(batch), "w": words}
+    head = {"g": batch.run_id, "k": batch.kind, "r": batch.rank, "s": batch.seq, "n": len(batch), "w": words}
     return [json.dumps(head).encode(), rows.tobytes()]
 
 

@@ -85,20 +85,20 @@ def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
     return store, host, store.port
 
 
-def connect_store(host: str, port: int, generation: str, timeout: float = 60.0) -> Any:
+def connect_store(host: str, port: int, name: str, timeout: float = 60.0) -> Any:
     """Returns a store that shows only the keys of one generation."""
     limit = timedelta(seconds=timeout)
     if port:
         store: Any = dist.TCPStore(host, port, is_master=False, timeout=limit)
     else:
-        store = dist.FileStore(make_meeting_path(host, generation), -1)
+        store = dist.FileStore(make_meeting_path(host, name), -1)
         store.set_timeout(limit)
-    return dist.PrefixStore(generation, store)
+    return dist.PrefixStore(name, store)
 
 
-def make_meeting_path(host: str, generation: str) -> str:
+def make_meeting_path(host: str, name: str) -> str:
     """The name has a digest, because `generation` may not fit a file name."""
-    return f"{host}-{hashlib.blake2b(generation.encode(), digest_size=8).hexdigest()}"
+    return f"{host}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
 
 
 class Wire:
@@ -109,7 +109,7 @@ class Wire:
     precise: wraps a gloo group so that mismatched collectives raise an error instead of ending the process. A small
              collective then takes several times as long.
     on: the device of NCCL's tensors
-    beside: whether a peer is gone, which NCCL does not notice
+    is_peer_gone: whether a peer is gone, which NCCL does not notice
     """
 
     def __init__(
@@ -124,12 +124,12 @@ class Wire:
         timeout: float = 600.0,
         precise: bool = False,
         on: str = "cpu",
-        beside: Callable[[], bool] = lambda: False,
+        is_peer_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         self.rank, self.size, self.leaving, self.tag, self.kind = rank, size, leaving, tag, kind
         self._is_cut = False
         self.is_waiting, self.moved_at = False, time.monotonic()  # whether a thread is in `wait`, and since when
-        self.line = device.KINDS[kind](
+        self.backend = device.KINDS[kind](
             dist.PrefixStore(tag, store),
             rank,
             size,
@@ -137,16 +137,16 @@ class Wire:
             here=here,
             precise=precise,
             device=on,
-            beside=beside,
+            is_peer_gone=is_peer_gone,
         )
-        self.group = self.line.group
-        self._issued = self.line.note_issued
+        self.group = self.backend.group
+        self._issued = self.backend.note_issued
 
     # -- asynchronous: each returns a Work for `wait` --
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Any:
         """A "mean" is only summed, because gloo has no mean: the caller divides."""
-        if self.line.carried is not None and x.dtype not in self.line.carried:
+        if self.backend.carried is not None and x.dtype not in self.backend.carried:
             raise StrategyError(
                 f"all_reduce of {str(x.dtype)[6:]}: {self.kind} cannot sum this type; pass int32 or float32, or "
                 f"gather the tensors and add them on each rank"
@@ -167,27 +167,27 @@ class Wire:
 
     def lend_group(self) -> Any:
         """For torch's own DDP, which issues collectives on it without calling this wire."""
-        self.line.lent = True
+        self.backend.is_lent = True
         return self.group
 
     def to_carriable(self, x: Tensor) -> Tensor:
         """Returns `x`, or its bytes if the group cannot carry its dtype. Only for collectives that do not add."""
-        carried = self.line.carried
+        carried = self.backend.carried
         return x if carried is None or x.dtype in carried else x.view(torch.uint8)
 
     def check_peers(self) -> None:
         """Raises Aborted if this rank must leave, and ConnectionError if a peer is gone."""
         if self.leaving.is_set():
             raise Aborted(f"left a collective on the {self.tag} wire before its peers finished it")
-        self.line.check_peers()
+        self.backend.check_peers()
 
     def wait(self, work: Any) -> None:
         """Makes the host (gloo) or its stream (NCCL) wait for `work`. Raises as `check_peers` does."""
-        self._wait_with(self.line.wait, work)
+        self._wait_with(self.backend.wait, work)
 
     def wait_on_host(self, work: Any) -> None:
         """Blocks the host, and raises as `check_peers` does."""
-        self._wait_with(self.line.wait_on_host, work)
+        self._wait_with(self.backend.wait_on_host, work)
 
     def _wait_with(self, wait: Callable[..., None], work: Any) -> None:
         self.is_waiting, self.moved_at = True, time.monotonic()
@@ -199,10 +199,10 @@ class Wire:
     def cut_connections(self) -> None:
         """The peers notice it."""
         self._is_cut = True
-        self.line.cut_connections()
+        self.backend.cut_connections()
 
     def has_lost_peer(self) -> bool:
-        return bool(self.line.has_lost_peer())
+        return bool(self.backend.has_lost_peer())
 
     def close(self) -> None:
         """Releases the group. After `cut_connections` a thread does so, and the caller waits 2 seconds at most.
@@ -210,7 +210,7 @@ class Wire:
         A group that was cut may miss that its sockets are gone (seen in gloo's waitSend), and end at its time limit.
         """
         last, self.group = [self.group], None
-        self.line.close()
+        self.backend.close()
         if not self._is_cut:
             return last.clear()
         thread = threading.Thread(target=last.clear, name=f"rank {self.rank} giving back {self.tag}", daemon=True)

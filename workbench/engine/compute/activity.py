@@ -89,7 +89,7 @@ class ActivityView(Protocol):
     @property
     def wires(self) -> list[Wire]: ...
     @property
-    def born(self) -> float: ...
+    def setup_began_at(self) -> float: ...
 
 
 def describe_rank(run: ActivityView) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def current_op(run: ActivityView) -> str:
 
 def measure_wait(run: ActivityView) -> tuple[bool, float]:
     """Returns whether a rank's training thread waits for peers, and the seconds since it or its wire moved."""
-    op, waits, moved = run.training.host.at.now if run.training is not None else ("set-up", False, run.born)
+    op, waits, moved = run.training.host.at.now if run.training is not None else ("set-up", False, run.setup_began_at)
     for wire in run.wires:
         if wire.tag in ("control", "data"):
             moved = max(moved, wire.moved_at)

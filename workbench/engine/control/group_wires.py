@@ -30,7 +30,7 @@ def make_opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Gro
         session = peers.session
         tag = f"{lane} {group or 'all'} {group.generation if group else ''}".rstrip()
         ranks = group.ranks if group else tuple(range(port.size))
-        (host, at), name = session.where, f"{session.generation} {tag}"
+        (host, at), name = session.store_address, f"{session.generation} {tag}"
         store = connect_store(host, at, name)
         _await_group(store, tag, session.rank.id, ranks, peers.check_peers)
         wire = peers.open_wire(
@@ -40,7 +40,7 @@ def make_opener(peers: Peers, port: Port, lane: str, kind: str) -> Callable[[Gro
             precise=session.experiment.precise,
             kind=kind,
             on=session.device,
-            beside=peers.has_lost_peer,
+            is_peer_gone=peers.has_lost_peer,
         )
         aside = wire
         if kind != "gloo" and not peers.local:

@@ -40,7 +40,7 @@ class PeeringView(Protocol):
     @property
     def leaving(self) -> LeaveEvent: ...
     @property
-    def where(self) -> tuple[str, int]: ...
+    def store_address(self) -> tuple[str, int]: ...
     @property
     def generation(self) -> str: ...
     @property
@@ -78,7 +78,7 @@ class Peers:
             self._meet_peers()
 
     def _meet_peers(self) -> None:
-        session, (host, port) = self.session, self.session.where
+        session, (host, port) = self.session, self.session.store_address
         self.store = connect_store(host, port, session.generation)
         membership.store_process(self.store, self.rank.id)
         precise = session.experiment.precise
@@ -89,7 +89,7 @@ class Peers:
         if self.local:
             self._folder = Path(host).parent if not port else self._share_folder(control)
         self.data = self.open_wire(
-            "data", precise=precise, kind=session.kind, on=session.device, beside=self.has_lost_peer
+            "data", precise=precise, kind=session.kind, on=session.device, is_peer_gone=self.has_lost_peer
         )
         self.arrivals = self.data
         if session.kind != "gloo" and not self.local:
@@ -99,7 +99,7 @@ class Peers:
         """All these ranks call it at once; (): every rank. The session cuts and closes the wire."""
         session, me = self.session, self.rank.id
         index, size = (ranks.index(me), len(ranks)) if ranks else (me, self.rank.size)
-        here = LOOPBACK if session.loopback else find_own_address(session.where)
+        here = LOOPBACK if session.loopback else find_own_address(session.store_address)
         opened = partial(Wire, store or self.store, index, size, tag, self.leaving, here=here, **how)
         alone = how.get("kind", "gloo") != "gloo"  # NCCL opens on the thread that uses it
         wire = opened() if alone else WireOpening(opened, f"rank {me} opening {tag}").wait(self._check_opening)
@@ -109,7 +109,7 @@ class Peers:
     def _check_opening(self) -> None:
         """Uses a second connection to the store, because the first one waits."""
         self.check_peers()
-        self._watching = self._watching or connect_store(*self.session.where, self.session.generation)
+        self._watching = self._watching or connect_store(*self.session.store_address, self.session.generation)
         membership.require_alive(self._watching, range(self.rank.size), self.rank.members)
 
     def drop_store(self) -> None:

@@ -39,7 +39,7 @@ class GlooGroup:
     """One process group over gloo. precise: see `Wire` in engine/collectives/wire.py"""
 
     carried: frozenset[torch.dtype] | None = None  # dtypes that it adds; None: gloo raises the error itself
-    lent = False  # whether other code issues on this group, too
+    is_lent = False  # whether other code issues on this group, too
 
     def __init__(
         self, store: Any, rank: int, size: int, *, timeout: float, here: str = LOOPBACK, precise: bool = False, **_: Any

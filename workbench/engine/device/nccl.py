@@ -42,7 +42,7 @@ _CARRIED = (*_WHOLE, torch.float16, torch.bfloat16, torch.float32, torch.float64
 class NcclGroup:
     """One communicator over NCCL. All ranks make it together.
 
-    beside: see `Wire` in engine/collectives/wire.py; made: makes (group, backend), for tests
+    is_peer_gone: see `Wire` in engine/collectives/wire.py; made: makes (group, backend), for tests
     """
 
     carried: frozenset[torch.dtype] | None = frozenset(_CARRIED)
@@ -54,12 +54,12 @@ class NcclGroup:
         size: int,
         *,
         device: str,
-        beside: Callable[[], bool],
+        is_peer_gone: Callable[[], bool],
         made: Callable[..., tuple[Any, Any]] | None = None,
         **_: Any,
     ) -> None:
-        self._beside = beside
-        self.torn = self.lost = self.lent = False
+        self._is_peer_gone = is_peer_gone
+        self.is_aborted = self.is_peer_lost = self.is_lent = False
         self._open: deque[Any] = deque()  # issued, not known to be done
         self._closing = threading.Event()
         self.group, self._backend = (made or _make_group)(store, rank, size, device)
@@ -74,9 +74,9 @@ class NcclGroup:
         return work
 
     def check_peers(self) -> None:
-        if self.lost:
+        if self.is_peer_lost:
             raise ConnectionError("Connection closed by peer: it is gone from the control wire")
-        if self.torn:
+        if self.is_aborted:
             raise ConnectionError("Connection closed by peer: the communicator was aborted")
 
     def wait(self, work: Any, check: Callable[[], None]) -> None:
@@ -95,30 +95,34 @@ class NcclGroup:
 
     def cut_connections(self) -> None:
         """Aborts the communicator, which frees the kernels here. The peers notice it on the control wire."""
-        self.torn = True
+        self.is_aborted = True
         self._run_aside(self._backend.abort, 2.0)
 
     def has_lost_peer(self) -> bool:
-        return self.lost
+        return self.is_peer_lost
 
     def close(self) -> None:
         """Shuts down together with the peers, or aborts after SHUTDOWN_TIMEOUT seconds."""
         self._closing.set()
-        if not self.torn and not self._run_aside(self._backend.shutdown, SHUTDOWN_TIMEOUT):
+        if not self.is_aborted and not self._run_aside(self._backend.shutdown, SHUTDOWN_TIMEOUT):
             self.cut_connections()
         self._guard.join(2 * CHECK_INTERVAL)
         self._open.clear()
         self.group = self._backend = None
 
     def _raise_error(self, work: Any) -> None:
-        if not self.torn:
+        if not self.is_aborted:
             work.wait()
 
     def _watch_peers(self) -> None:
         """On a thread of its own, because the host may be blocked in a copy from the GPU."""
         while not self._closing.wait(CHECK_INTERVAL):
-            if self._beside() and not self._closing.wait(LOSS_GRACE_SECONDS) and (self.lent or self._has_open_work()):
-                self.lost = True
+            if (
+                self._is_peer_gone()
+                and not self._closing.wait(LOSS_GRACE_SECONDS)
+                and (self.is_lent or self._has_open_work())
+            ):
+                self.is_peer_lost = True
                 return self.cut_connections()
 
     def _has_open_work(self) -> bool:

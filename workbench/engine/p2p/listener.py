@@ -19,7 +19,7 @@ MAX_UNPROVEN = 32  # callers without a proof at a time, in addition to one per r
 class RankListener:
     """The door of one rank's Mailbox. It runs on the mailbox's thread.
 
-    where:     its address, as "host port"
+    address:   its address, as "host port"
     strangers: the number of callers that did not prove to be ranks of this run
     """
 
@@ -27,8 +27,8 @@ class RankListener:
         self.mailbox, self.most = mailbox, mailbox.size + MAX_UNPROVEN
         self.socket = socket.create_server(("127.0.0.1" if mailbox.local else "", 0), backlog=self.most)
         self.socket.setblocking(False)
-        here = "127.0.0.1" if mailbox.local else find_own_address(mailbox.where)
-        self.where = f"{here} {self.socket.getsockname()[1]}"
+        here = "127.0.0.1" if mailbox.local else find_own_address(mailbox.store_address)
+        self.address = f"{here} {self.socket.getsockname()[1]}"
         self.strangers = 0
         self._unknown: dict[ReceiverEnd, None] = {}  # oldest first
         mailbox.selector.register(self.socket, selectors.EVENT_READ, self.accept_caller)

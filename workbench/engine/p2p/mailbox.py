@@ -54,7 +54,7 @@ class Mailbox:
         self,
         rank: Rank,
         store: Any,
-        where: tuple[str, int],
+        store_address: tuple[str, int],
         secret: bytes,
         port: Port,
         leaving: LeaveEvent,
@@ -69,7 +69,8 @@ class Mailbox:
     ) -> None:
         """check_peers: raises if this rank must leave or a peer is gone"""
         self.number = rank.number
-        self.rank, self.size, self.store, self.where, self.secret = rank.id, rank.size, store, where, secret
+        self.rank, self.size, self.secret = rank.id, rank.size, secret
+        self.store, self.store_address = store, store_address
         self.limit = limit
         self.door: RankListener | None = None
         self.step = step or (lambda: rank.step)
@@ -101,7 +102,7 @@ class Mailbox:
             self._bell.setblocking(False)
             self.selector.register(self._bell, selectors.EVENT_READ, self._clear_wake)
             self.door = RankListener(self)
-            self.store.set(f"mailbox/{self.rank}", self.door.where)
+            self.store.set(f"mailbox/{self.rank}", self.door.address)
             self._thread = threading.Thread(target=self._run_thread, name=f"rank {self.rank} mailbox", daemon=True)
             self._thread.start()
 

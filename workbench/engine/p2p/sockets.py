@@ -163,7 +163,7 @@ class ReceiverEnd:
     def _parse_frames(self) -> Generator[memoryview, None, None]:
         mailbox, tell = self.mailbox, self.socket.sendall
         source = yield from greeting.greet_as_called(
-            mailbox.secret, mailbox.rank, mailbox.size, mailbox.door.where, tell
+            mailbox.secret, mailbox.rank, mailbox.size, mailbox.door.address, tell
         )
         if source in mailbox.heard_from:
             raise greeting.AuthenticationError(f"rank {mailbox.number(source)} already has a connection to this rank")

@@ -213,7 +213,7 @@ class RankComponents(RankLoop):
         rank, session = self.rank, self.session
         limit = max(MIN_MESSAGE_LIMIT, MESSAGE_MODELS * self.layout.byte_count)
         return Mailbox(
-            rank, self.peers.store, session.where, session.secret, self.port, self.leaving, self.record.span,
+            rank, self.peers.store, session.store_address, session.secret, self.port, self.leaving, self.record.span,
             session.loopback, limit, chip=self.chip, step=lambda: self.lane.step, check_peers=self.peers.check_peers,
             report_strangers=lambda n: self.record.sample(rank.step, "strangers", self.clock.now(), n),
         )  # fmt: skip

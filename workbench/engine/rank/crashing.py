@@ -21,7 +21,7 @@ def crash_rank(session: SessionState, mine: bool) -> None:
         _pass_change(session, mine)
     if not mine:
         return
-    if session.ours:
+    if session.owns_process:
         session.record.close()
         os.kill(os.getpid(), signal.SIGKILL)
     session.abort()
@@ -30,7 +30,7 @@ def crash_rank(session: SessionState, mine: bool) -> None:
 
 def _pass_change(session: SessionState, waits: bool) -> None:
     """waits: for all living ranks to be past the change, too"""
-    store = connect_store(*session.where, session.generation)
+    store = connect_store(*session.store_address, session.generation)
     what, ranks = f"past {session.set_up_already.queue.obeyed}", range(session.rank.size)
     store.set(f"{what} {session.rank.id}", "1")
     while waits and any(is_rank_alive(store, other) and not store.check([f"{what} {other}"]) for other in ranks):

@@ -33,7 +33,7 @@ def confirm_formed(session: SessionState) -> None:
     forming.await_ranks(session, "formed")
     undone = session.note_formed()
     if forming.place == 0:
-        about = {**forming.to.mark, "turn": session.turn}
+        about = {**forming.to.mark, "turn": session.generation_number}
         session.mark("members", about, forming.began)
         _answer_undone(session, undone)
         if not session.set_up_already.learner.indexed:
@@ -110,8 +110,8 @@ def _close_wires(wires: list[Wire]) -> None:
 def _vote_again(session: SessionState, forming: FormingGeneration) -> None:
     before = session.begin_vote(forming.to)
     with contextlib.suppress(RuntimeError):
-        again = connect_store(*session.where, session.voting)
-        membership.prepare_vote(again, connect_store(*session.where, before), session.rank.size)
+        again = connect_store(*session.store_address, session.voting)
+        membership.prepare_vote(again, connect_store(*session.store_address, before), session.rank.size)
 
 
 def _explain_leaving(forming: FormingGeneration) -> str:

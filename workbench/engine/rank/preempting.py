@@ -32,7 +32,7 @@ def announce_preemption(session: SessionState) -> None:
     """Tells the other ranks that this rank leaves before one of their next steps. May run on any thread."""
     text = f"{format_ranks([session.member])} is preempted: it leaves after the current step"
     session.mark(PREEMPTED_KEY, {"ranks": [session.member], "step": session.rank.step, "text": text})
-    store = connect_store(*session.where, session.base)
+    store = connect_store(*session.store_address, session.run_id)
     store.set(f"{PREEMPTED_KEY} {session.member}", "1")
     store.set(PREEMPTED_KEY, "1")
 
@@ -50,7 +50,7 @@ class PreemptionWatch:
         if session.rank.id or session.training is None or not session.training.has_begun or session.is_ending:
             return
         with contextlib.suppress(RuntimeError, OSError):  # the store's host may be gone
-            self._store = self._store or connect_store(*session.where, session.base)
+            self._store = self._store or connect_store(*session.store_address, session.run_id)
             if not self._store.check([PREEMPTED_KEY]):
                 return
             found = [

@@ -67,7 +67,7 @@ def _require_waiting(session: SessionState, new: list[int], ranks: int) -> None:
 
     New ranks report before the request is made, so all ranks find the same.
     """
-    store = connect_store(*session.where, session.base)
+    store = connect_store(*session.store_address, session.run_id)
     if lost := [m for m in new if not store.check([f"member {m}"]) or store.check([f"join {m}"])]:
         raise KnobError(f"ranks={ranks}: {format_ranks(lost)} {conjugate_be(lost)} not there any more; ask again")
 
@@ -91,14 +91,15 @@ def arrange_generation(session: SessionState, asked: ResizeSignal) -> NextGenera
     stay = [m for m in members if m in session.members]
     places = tuple(session.members.index(m) for m in stay)
     came = Membership(members, places, tuple(range(len(stay))), tuple(range(len(stay))), session.rank.step)
-    store, base = connect_store(*session.where, session.generation), connect_store(*session.where, session.base)
+    store = connect_store(*session.store_address, session.generation)
+    run_store = connect_store(*session.store_address, session.run_id)
     if session.rank.size == 1:  # a single rank has met no rank in the store
         membership.store_process(store, 0)
     there = [json.loads(store.get(f"process {place}")) for place in range(session.rank.size)]
     look = partial(_check_leaving, session, store)
     membership.await_reports(store, "together", session.rank.id, there, look, session.members)
     processes = [there[place] for place in places]
-    processes += [json.loads(base.get(f"member {m}")) for m in members[len(stay) :]]
+    processes += [json.loads(run_store.get(f"member {m}")) for m in members[len(stay) :]]
     rest = training.unheeded_requests[1:]
     mark = _describe_resize(came, [m for m in session.members if m not in members], members[len(stay) :], asked)
     mark |= {"settings": asked.experiment.plain(), "id": asked.number}
@@ -108,7 +109,7 @@ def arrange_generation(session: SessionState, asked: ResizeSignal) -> NextGenera
               processes, mark, asked.used)  # fmt: skip
     if session.rank.id == 0:
         for m in members[len(stay) :]:
-            base.set(f"join {m}", json.dumps(_make_invitation(session, training, to)))
+            run_store.set(f"join {m}", json.dumps(_make_invitation(session, training, to)))
     if training.rollback is not None:
         training.rollback.end_guard()
     return to
@@ -124,13 +125,13 @@ def _check_leaving(session: SessionState, store: Any = None) -> None:
 def _make_invitation(session: SessionState, training: RankTraining, to: NextGeneration) -> dict[str, Any]:
     planned = [change.plain() for change in training.queue.planned if isinstance(change, Change)]
     steps = [change.at_step for change in training.queue.planned if isinstance(change, Change)]
-    return {**to._asdict(), "came": to.came._asdict(), "experiment": to.experiment.plain(), "turn": session.turn,
-            "asked": [], "planned": planned, "steps": steps}  # fmt: skip
+    return {**to._asdict(), "came": to.came._asdict(), "experiment": to.experiment.plain(),
+            "turn": session.generation_number, "asked": [], "planned": planned, "steps": steps}  # fmt: skip
 
 
 def await_invitation(session: SessionState) -> NextGeneration:
     """Waits until the training ranks invite this rank."""
-    store = connect_store(*session.where, session.base)
+    store = connect_store(*session.store_address, session.run_id)
     store.set(f"member {session.member}", json.dumps(membership.describe_process()))
     session.note_joining("waiting")
     while not store.check([f"join {session.member}"]):

@@ -71,7 +71,7 @@ class Session(SessionState):
         The vote does not wait for their reports. A member that comes back later leaves the run.
         """
         here = [self.members.index(m) for m in members if m in self.members and m != self.member]
-        store = connect_store(*self.where, self.voting)
+        store = connect_store(*self.store_address, self.voting)
         for place in here:
             report_gone(store, place)
         if here:
@@ -117,7 +117,7 @@ class Session(SessionState):
         read = start_gpu_monitor(
             self.device, lambda name, v: self.record.sample(self.rank.step, name, self.clock.now(), v)
         )
-        self.born = time.monotonic()
+        self.setup_began_at = time.monotonic()
         default = torch.get_default_dtype()
         try:
             with self.children.collect_started():
@@ -184,7 +184,7 @@ class Session(SessionState):
     def _report_gone(self) -> None:
         if self.rank.size > 1:
             with contextlib.suppress(RuntimeError):  # rank 0's host holds the store and may be gone
-                report_gone(connect_store(*self.where, self.voting, timeout=1.0), self.rank.id)
+                report_gone(connect_store(*self.store_address, self.voting, timeout=1.0), self.rank.id)
 
     def _remove_files(self) -> None:
         if self.rank.id == 0:

@@ -55,13 +55,13 @@ class FormingGeneration:
         self.was = {name: getattr(session, name) for name in GENERATION_FIELDS}
         self.state: StateBefore | None = None
         self.marks: list[tuple[int, str, float, str]] = []
-        self.name = f"{session.base}+{session.turn}"
+        self.name = f"{session.run_id}+{session.generation_number}"
 
     def keep_state(self, before: RankTraining) -> None:
         self.state = StateBefore(before, self.to)
 
     def open_store(self, session: SessionState, timeout: float = 60.0) -> Any:
-        return connect_store(*session.where, self.name, timeout)
+        return connect_store(*session.store_address, self.name, timeout)
 
     def await_ranks(self, session: SessionState, what: str) -> None:
         """Waits until all ranks of the next generation have reported `what`. Raises ConnectionError if one is lost."""
@@ -85,7 +85,7 @@ class SessionState(ABC):
     report:   this rank's report since it left its generation, until the next has formed
     used:     examples of the data's order that were used up when this generation began
     wires:    open wires; files: the run's files that rank 0 removes at its end
-    stopping: whether the run ends before its last step; ours: whether a fault may end the process
+    stopping: whether the run ends before its last step; owns_process: whether a fault may end the process
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SessionState(ABC):
         rank: int,
         size: int,
         store: tuple[str, int],
-        generation: str,
+        run_id: str,
         secret: bytes,
         epoch: float,
         run_dir: Path | None = None,
@@ -106,18 +106,18 @@ class SessionState(ABC):
         loopback: bool = True,
         joins: bool = False,
         resume: str = "",
-        ours: bool = False,
+        owns_process: bool = False,
     ) -> None:
         self.began_with = experiment.checked()
         self.member, self.members = rank, tuple(range(size))
         self.rank = Rank(rank, size, experiment.seed)
-        self.where, self.base, self.generation, self.secret = store, generation, generation, secret
-        self.voting = generation
+        self.store_address, self.run_id, self.generation, self.secret = store, run_id, run_id, secret
+        self.voting = run_id
         self.undone: NextGeneration | None = None
         self.report: RankReport | None = None
         self.used = 0
-        self.turn = 0  # generations before this one
-        self.joins, self.ours = joins, ours
+        self.generation_number = 0  # generations before this one
+        self.joins, self.owns_process = joins, owns_process
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
         self.paced_sleep = PacedSleep(self.clock)
@@ -131,7 +131,7 @@ class SessionState(ABC):
         self.stopping = False
         self.phase = "starting"
         self.error: dict[str, Any] | None = None
-        self.born = time.monotonic()  # when set-up began
+        self.setup_began_at = time.monotonic()  # when set-up began
         self.wires: list[Wire] = []
         self.files: list[Path] = []
         self.children = ChildProcesses()
@@ -233,14 +233,14 @@ class SessionState(ABC):
         self.phase = phase
 
     def accept_invitation(self, turn: int, planned: list[Change]) -> None:
-        self.turn, self.planned = turn, planned
+        self.generation_number, self.planned = turn, planned
 
     def keep_report(self, report: RankReport) -> None:
         """Until the next generation has formed."""
         self.report = report
 
     def begin_forming(self, to: NextGeneration) -> FormingGeneration:
-        self.turn += 1
+        self.generation_number += 1
         self.forming = FormingGeneration(self, to)
         return self.forming
 
@@ -267,7 +267,7 @@ class SessionState(ABC):
 
     def begin_vote(self, undone: NextGeneration) -> str:
         """Begins a vote after `undone` did not form. Returns the name of the previous vote's store."""
-        before, self.voting = self.voting, f"{self.generation} after {self.turn}"
+        before, self.voting = self.voting, f"{self.generation} after {self.generation_number}"
         self.undone = self.undone if self.undone and "id" in self.undone.mark else undone
         return before
 

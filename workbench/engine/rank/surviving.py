@@ -55,7 +55,8 @@ def can_outlive(session: SessionState, error: BaseException, broke: bool = False
 def _is_counted(session: SessionState) -> bool:
     """Whether the other ranks still wait for this one."""
     with contextlib.suppress(RuntimeError):  # the store's host may be gone
-        return membership.is_counted(connect_store(*session.where, session.voting, timeout=1.0), session.rank.id)
+        store = connect_store(*session.store_address, session.voting, timeout=1.0)
+        return membership.is_counted(store, session.rank.id)
     return True
 
 
@@ -72,7 +73,7 @@ def explain_refusal(session: SessionState, alive: bool = False) -> str:
 def _has_lost_rank(session: SessionState) -> bool:
     try:
         for store in {session.generation, session.voting}:
-            membership.require_alive(connect_store(*session.where, store), range(session.rank.size))
+            membership.require_alive(connect_store(*session.store_address, store), range(session.rank.size))
     except ConnectionError:
         return True
     return False
@@ -95,7 +96,7 @@ def leave_generation(session: SessionState) -> RankReport:
 
 def vote_with_rest(session: SessionState, mine: RankReport) -> Quorum:
     """Raises Aborted if this rank must leave, LeftBehind if the other ranks went on."""
-    store, training, rank = connect_store(*session.where, session.voting), session.set_up_already, session.rank
+    store, training, rank = connect_store(*session.store_address, session.voting), session.set_up_already, session.rank
     patience = max(REPORT_TIMEOUT, PATIENCE_STEPS * max(training.longest_evaluation, *training.step_seconds))
     return membership.hold_vote(store, rank.id, rank.size, mine, patience, partial(check_leaving, session))
 
@@ -156,7 +157,8 @@ def list_saved(session: SessionState) -> list[int]:
 
 def find_missing(session: SessionState, here: Collection[int]) -> tuple[list[int], list[int]]:
     """Returns the counted ranks that are not `here`: lost ranks, and new ranks that still run."""
-    store, away = connect_store(*session.where, session.base), [m for m in session.counted_members if m not in here]
+    store = connect_store(*session.store_address, session.run_id)
+    away = [m for m in session.counted_members if m not in here]
     left_out = [m for m in away if m not in session.members and membership.is_process_alive(store.get(f"member {m}"))]
     return [m for m in away if m not in left_out], left_out
 

@@ -28,7 +28,7 @@ def open_script_store(run: ScriptView) -> dist.TCPStore | None:
 
 
 def _find_address(run: ScriptView) -> str:
-    return LOOPBACK if run.peers.local else find_own_address(run.session.where)
+    return LOOPBACK if run.peers.local else find_own_address(run.session.store_address)
 
 
 def make_environment(run: ScriptView, store: dist.TCPStore | None) -> dict[str, str]:

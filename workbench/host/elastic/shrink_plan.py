@@ -40,35 +40,35 @@ class RemainingRank:
     checkpoint_path: Callable[[int], str]
 
 
-def plan_shrink(who: RemainingRank, heard: Quorum) -> NextGeneration:
+def plan_shrink(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
     """Raises KnobError, and records it, if so few cannot train under these settings."""
     try:
-        return (_plan_from_parts if any(said.parts for said in heard.by_place.values()) else _plan_from_replicas)(
-            who, heard
+        return (_plan_from_parts if any(report.parts for report in quorum.by_place.values()) else _plan_from_replicas)(
+            survivor, quorum
         )
     except KnobError as error:
-        if heard.furthest_report.member == who.member:
-            mark_end_reason(who.mark, error)
+        if quorum.furthest_report.member == survivor.member:
+            mark_end_reason(survivor.mark, error)
         raise
 
 
-def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    first = heard.furthest_report
-    e, places = choose_survivors(_read_experiment(who, heard, first), heard.remaining_places)
-    came = heard.make_membership(places)
-    spare = [heard.by_place[other].member for other in heard.remaining_places if other not in places]
-    gone, left_out = who.find_missing((*came.members, *spare))
-    processes = [heard.by_place[other].process for other in places]
+def _plan_from_replicas(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
+    first = quorum.furthest_report
+    e, places = choose_survivors(_read_experiment(survivor, quorum, first), quorum.remaining_places)
+    came = quorum.make_membership(places)
+    spare = [quorum.by_place[other].member for other in quorum.remaining_places if other not in places]
+    gone, left_out = survivor.find_missing((*came.members, *spare))
+    processes = [quorum.by_place[other].process for other in places]
     text = (
         f"{describe_loss(gone)}; {format_ranks(came.members)} went on from step {came.step}"
         f"{_describe_left_out(left_out)}"
     )
     if spare:
         text += f", and {format_ranks(spare)} {conjugate_be(spare)} not needed, because so many cannot train alike"
-    text += f"; progress: {heard.vote_text}"
+    text += f"; progress: {quorum.vote_text}"
     mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
-            "text": text, "settings": e.plain(), "voted": heard.vote_rows}  # fmt: skip
-    _mark_unread(who, gone, first)
+            "text": text, "settings": e.plain(), "voted": quorum.vote_rows}  # fmt: skip
+    _mark_unread(survivor, gone, first)
     return NextGeneration(
         came,
         e,
@@ -76,10 +76,10 @@ def _plan_from_replicas(who: RemainingRank, heard: Quorum) -> NextGeneration:
         first.done,
         first.paused,
         first.credit,
-        heard.list_requests(),
+        quorum.list_requests(),
         processes,
         mark,
-        heard.used(came.step),
+        quorum.used(came.step),
     )
 
 
@@ -89,46 +89,49 @@ def mark_end_reason(mark: Callable[[str, Mapping[str, Json]], None], why: object
     mark("members", {"text": f"{lost}, and the run cannot go on without it: {why}"})
 
 
-def _plan_from_parts(who: RemainingRank, heard: Quorum) -> NextGeneration:
+def _plan_from_parts(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
     """Raises KnobError if a piece and a checkpoint are missing."""
-    said, reason = heard.by_place, ""
-    if any(one.whole for one in said.values()):
-        return _plan_from_gathered(who, heard)
-    remembers = any(one.remembers for one in said.values())
-    how = "with other ranks' copies of the lost parts" if len(said) < who.size else "with the parts of each rank"
-    for changes in sorted({one.changes for one in said.values()}, reverse=True):
+    reports, reason = quorum.by_place, ""
+    if any(report.whole for report in reports.values()):
+        return _plan_from_gathered(survivor, quorum)
+    remembers = any(one.remembers for one in reports.values())
+    how = (
+        "with other ranks' copies of the lost parts" if len(reports) < survivor.size else "with the parts of each rank"
+    )
+    for changes in sorted({one.changes for one in reports.values()}, reverse=True):
         first = max(
-            (one for one in said.values() if one.changes == changes), key=lambda one: (*one.progress_key, -one.member)
+            (one for one in reports.values() if one.changes == changes),
+            key=lambda one: (*one.progress_key, -one.member),
         )
-        e = _read_experiment(who, heard, first)
+        e = _read_experiment(survivor, quorum, first)
         there = {place: {bound[0]: find_agreed_step(bound) for bound in one.bounds if bound[1] == changes}
-                 for place, one in said.items()}  # fmt: skip
-        found = recovery_sources.find_sources(e, who.size, remembers, there)
+                 for place, one in reports.items()}  # fmt: skip
+        found = recovery_sources.find_sources(e, survivor.size, remembers, there)
         if found is not None:
-            at = recovery_sources.map_pieces(e, who.size, remembers)
+            at = recovery_sources.map_pieces(e, survivor.size, remembers)
             try:
-                return _plan_from_pieces(who, heard, first, e, found, at, how)
+                return _plan_from_pieces(survivor, quorum, first, e, found, at, how)
             except KnobError as error:
                 reason = reason or str(error)
-    common = set.intersection(*(set(one.saved) for one in said.values()))
-    e = _read_experiment(who, heard, heard.furthest_report)
+    common = set.intersection(*(set(one.saved) for one in reports.values()))
+    e = _read_experiment(survivor, quorum, quorum.furthest_report)
     if not common:
         raise KnobError(explain_missing(e, reason))
-    return _plan_from_checkpoint(who, heard, e, max(common))
+    return _plan_from_checkpoint(survivor, quorum, e, max(common))
 
 
-def _plan_from_gathered(who: RemainingRank, heard: Quorum) -> NextGeneration:
-    whole = {place: one for place, one in heard.by_place.items() if one.whole}
+def _plan_from_gathered(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
+    whole = {place: one for place, one in quorum.by_place.items() if one.whole}
     first = max(whole.values(), key=lambda one: (*one.progress_key, -one.member))
     holders = tuple(sorted(place for place, one in whole.items() if one.progress_key == first.progress_key))
     found = PieceSources(first.step, (holders,), dict.fromkeys(holders, first.step))
-    e, at = _read_experiment(who, heard, first), recovery_sources.PieceMap(1, (0,) * who.size)
-    return _plan_from_pieces(who, heard, first, e, found, at, "with the whole model that ranks had gathered")
+    e, at = _read_experiment(survivor, quorum, first), recovery_sources.PieceMap(1, (0,) * survivor.size)
+    return _plan_from_pieces(survivor, quorum, first, e, found, at, "with the whole model that ranks had gathered")
 
 
-def _read_experiment(who: RemainingRank, heard: Quorum, of: RankReport) -> Experiment:
-    same = of.settings == heard.by_place[who.place].settings
-    known: Experiment = who.run.experiment
+def _read_experiment(survivor: RemainingRank, quorum: Quorum, of: RankReport) -> Experiment:
+    same = of.settings == quorum.by_place[survivor.place].settings
+    known: Experiment = survivor.run.experiment
     return known if same else Experiment.read(of.settings, known.task)
 
 
@@ -151,8 +154,8 @@ def explain_missing(e: Experiment, reason: str = "") -> str:
 
 
 def _plan_from_pieces(
-    who: RemainingRank,
-    heard: Quorum,
+    survivor: RemainingRank,
+    quorum: Quorum,
     first: RankReport,
     e: Experiment,
     found: PieceSources,
@@ -160,10 +163,10 @@ def _plan_from_pieces(
     how: str,
 ) -> NextGeneration:
     """Raises KnobError if ranks cannot train or lack a piece."""
-    left = recovery_sources.sort_by_need(found, at.at, heard.remaining_places)
+    left = recovery_sources.sort_by_need(found, at.at, quorum.remaining_places)
     if e.strategy.shards and at.ways > 1:  # their layout must be known
         left = [place for place in left if place in found.steps]
-    to, places = choose_survivors(e, left, who.run.require_trainable)
+    to, places = choose_survivors(e, left, survivor.run.require_trainable)
     new = {place: number for number, place in enumerate(places)}
     groups = [tuple(place for place in group if place in new) for group in found.sources]
     sources = tuple(tuple(new[place] for place in group) for group in groups
@@ -172,10 +175,10 @@ def _plan_from_pieces(
         raise KnobError(f"ranks={len(places)}: the ranks that are left can train, but they lack parts of the model")
     steps = tuple(found.steps.get(place, -1) for place in places)
     was = e if at.ways > 1 else replace(e, partition=Whole())
-    salvaged = RecoverySource(was, first.changes, who.size, sources, steps)
+    salvaged = RecoverySource(was, first.changes, survivor.size, sources, steps)
     furthest = tuple(sorted({place for group in sources for place in group}))
     came = Membership(
-        _list_members(heard, places),
+        _list_members(quorum, places),
         places,
         furthest,
         tuple(sorted(group[0] for group in sources)),
@@ -183,54 +186,54 @@ def _plan_from_pieces(
         salvaged,
     )
     text = f"went on from step {found.step}, {how}"
-    return _make_generation(who, heard, first, (came, to, e), text)
+    return _make_generation(survivor, quorum, first, (came, to, e), text)
 
 
-def _plan_from_checkpoint(who: RemainingRank, heard: Quorum, e: Experiment, step: int) -> NextGeneration:
-    to, places = choose_survivors(e, heard.remaining_places, who.run.require_trainable)
+def _plan_from_checkpoint(survivor: RemainingRank, quorum: Quorum, e: Experiment, step: int) -> NextGeneration:
+    to, places = choose_survivors(e, quorum.remaining_places, survivor.run.require_trainable)
     everyone = tuple(range(len(places)))
     came = Membership(
-        _list_members(heard, places),
+        _list_members(quorum, places),
         places,
         everyone,
         everyone,
         step,
-        RecoverySource(e, heard.furthest_report.changes, who.size, saved=who.checkpoint_path(step)),
+        RecoverySource(e, quorum.furthest_report.changes, survivor.size, saved=survivor.checkpoint_path(step)),
     )
-    undone = heard.furthest_report.step - step
+    undone = quorum.furthest_report.step - step
     text = (
         f"went back to the checkpoint before step {step}, because no other rank had the same parts: {undone} "
         f"step{'s are' if undone != 1 else ' is'} lost"
     )
-    return _make_generation(who, heard, heard.furthest_report, (came, to, e), text)
+    return _make_generation(survivor, quorum, quorum.furthest_report, (came, to, e), text)
 
 
-def _list_members(heard: Quorum, places: Sequence[int]) -> tuple[int, ...]:
-    return tuple(heard.by_place[place].member for place in places)
+def _list_members(quorum: Quorum, places: Sequence[int]) -> tuple[int, ...]:
+    return tuple(quorum.by_place[place].member for place in places)
 
 
 def _make_generation(
-    who: RemainingRank,
-    heard: Quorum,
+    survivor: RemainingRank,
+    quorum: Quorum,
     first: RankReport,
     how: tuple[Membership, Experiment, Experiment],
     how_text: str,
 ) -> NextGeneration:
     came, to, e = how
-    spare = [heard.by_place[place].member for place in heard.remaining_places if place not in came.places]
-    gone, left_out = who.find_missing((*came.members, *spare))
+    spare = [quorum.by_place[place].member for place in quorum.remaining_places if place not in came.places]
+    gone, left_out = survivor.find_missing((*came.members, *spare))
     text = f"{describe_loss(gone)}; {format_ranks(came.members)} {how_text}{_describe_left_out(left_out)}"
     if spare:
         text += f", and {format_ranks(spare)} {conjugate_be(spare)} not needed, because so many cannot train alike"
     if to.partition != e.partition:
         ranks = f"{to.partition.size} rank{'s' * (to.partition.size > 1)}"
         text += f"; a replica now takes {ranks}, partition={type(to.partition).__name__}"
-    text += f"; progress: {heard.vote_text}"
+    text += f"; progress: {quorum.vote_text}"
     mark = {"members": came.members, "gone": [*gone, *left_out, *spare], "spare": spare, "step": came.step,
-            "text": text, "settings": to.plain(), "back": max(0, heard.furthest_report.step - came.step),
-            "voted": heard.vote_rows}  # fmt: skip
-    processes = [heard.by_place[place].process for place in came.places]
-    _mark_unread(who, gone, heard.furthest_report)
+            "text": text, "settings": to.plain(), "back": max(0, quorum.furthest_report.step - came.step),
+            "voted": quorum.vote_rows}  # fmt: skip
+    processes = [quorum.by_place[place].process for place in came.places]
+    _mark_unread(survivor, gone, quorum.furthest_report)
     return NextGeneration(
         came,
         to,
@@ -238,10 +241,10 @@ def _make_generation(
         first.done,
         first.paused,
         first.credit,
-        heard.list_requests(first),
+        quorum.list_requests(first),
         processes,
         mark,
-        heard.used(came.step),
+        quorum.used(came.step),
     )
 
 
@@ -249,8 +252,8 @@ def _describe_left_out(left_out: list[int]) -> str:
     return f", and joining {format_ranks(left_out)} {conjugate_be(left_out)} left out" if left_out else ""
 
 
-def _mark_unread(who: RemainingRank, gone: list[int], first: RankReport) -> None:
-    run = who.run
-    if gone and run.learner.indexed and not has_common_step(run.experiment) and who.member == first.member:
+def _mark_unread(survivor: RemainingRank, gone: list[int], first: RankReport) -> None:
+    run = survivor.run
+    if gone and run.learner.indexed and not has_common_step(run.experiment) and survivor.member == first.member:
         why = f"how much {format_ranks(gone)} had read is unknown, because ranks do not train in lockstep"
-        who.mark("data", describe_repeats(why))
+        survivor.mark("data", describe_repeats(why))

@@ -85,10 +85,10 @@ class Generations:
             mark_end_reason(left[0].mark, reason)
             self._fail_run()
             return None
-        heard = Quorum({session.rank.id: session.leave_generation(saved) for session in left})
-        first = next(session for session in left if session.member == heard.furthest_report.member)
+        quorum = Quorum({session.rank.id: session.leave_generation(saved) for session in left})
+        first = next(session for session in left if session.member == quorum.furthest_report.member)
         try:
-            to = plan_shrink(self._make_survivor(first), heard)
+            to = plan_shrink(self._make_survivor(first), quorum)
         except KnobError as error:
             self._fail_run(str(error))
             return None
