@@ -69,11 +69,11 @@ def find_dead_links(told: Mapping[int, Any]) -> dict[tuple[int, int], float]:
 
 
 def name_dead_link(found: StallVerdict, told: Mapping[int, Any]) -> StallVerdict:
-    """Adds the dead link, if any, to a verdict of waiting ranks. Its ranks become the odd ones."""
+    """Adds the dead link, if any, to a verdict of waiting ranks. Its ranks become the stalled ones."""
     pairs = find_dead_links(told)
     if not pairs:
         return found
     texts = [f"rank {a} waits for rank {b}, and rank {b} for rank {a}: no data has crossed the link between them for "
     f"{seconds:.0f} s" for (a, b), seconds in sorted(pairs.items())]  # fmt: skip
-    odd = tuple(sorted({rank for pair in pairs for rank in pair}))
-    return found._replace(text="; ".join([*texts, found.text]), odd=odd)
+    stalled = tuple(sorted({rank for pair in pairs for rank in pair}))
+    return found._replace(text="; ".join([*texts, found.text]), stalled_ranks=stalled)
