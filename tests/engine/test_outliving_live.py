@@ -136,7 +136,7 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
     """
     live = lab._live
     assert live is not None
-    take, missed, remind = lab.cluster.on_batch, live.reorder_buffer._missed, live.reorder_buffer.take_count
+    take, missed, remind = lab.cluster.on_batch, live.reorder_buffer._read_missing, live.reorder_buffer.take_count
 
     def unseen(kind: str, rank: int, start: int) -> Any:
         if rank == 0:
@@ -144,12 +144,12 @@ def unheard(lab: Lab, disk: bool) -> Iterator[None]:
         return missed(kind, rank, start)
 
     lab.cluster.on_batch = lambda batch: None if batch.rank == 0 else take(batch)
-    live.reorder_buffer._missed = missed if disk else unseen
+    live.reorder_buffer._read_missing = missed if disk else unseen
     live.reorder_buffer.take_count = lambda kind, rank, sent: None if rank == 0 else remind(kind, rank, sent)
     try:
         yield
     finally:
-        lab.cluster.on_batch, live.reorder_buffer._missed, live.reorder_buffer.take_count = take, missed, remind
+        lab.cluster.on_batch, live.reorder_buffer._read_missing, live.reorder_buffer.take_count = take, missed, remind
 
 
 @pytest.mark.parametrize("disk", [True, False], ids=["on a disk that is seen", "nowhere"])

@@ -126,7 +126,7 @@ def test_messages_sent_before_a_rank_left_still_arrive(boxes: list[Mailbox]) -> 
 
     def notices_late() -> None:
         time.sleep(0.3)
-        boxes[0]._out[1]._write_frames()
+        boxes[0]._senders[1]._write_frames()
         time.sleep(0.3)
 
     boxes[0].run_on_thread(notices_late)

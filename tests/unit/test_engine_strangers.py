@@ -151,7 +151,7 @@ def test_many_strangers_keep_no_rank_out(boxes: list[Mailbox]) -> None:
 
 def test_an_oversized_announcement_names_the_rank_and_allocates_nothing(boxes: list[Mailbox]) -> None:
     messages_still_pass(boxes)
-    boxes[1]._out[0].queue_frame(HUGE, b"", lambda: None)
+    boxes[1]._senders[0].queue_frame(HUGE, b"", lambda: None)
     with pytest.raises(StrategyError, match=r"rank 1's line to rank 0 was closed: .* 4611686018427387904 bytes"):
         boxes[0].recv(None, 1, "x")
     with pytest.raises(StrategyError, match="at most 1048576 here"):

@@ -172,7 +172,7 @@ def test_reports_behind_the_closing_are_read_from_a_server_that_is_reaped_alread
     process = subprocess.Popen([sys.executable, "-c", script, *reports], **pipes)  # type: ignore[call-overload]
     server, engine = ForkServer(process, lambda *_: process.wait(BOUND)), ForkedEngine("engine 0")
     server.fork_engine(engine, [], Path("log"), {})
-    assert engine.over.wait(BOUND) and engine.returncode == 7
+    assert engine.end_event.wait(BOUND) and engine.returncode == 7
 
 
 def test_pending_engines_end_with_a_killed_server(served: Any) -> None:
@@ -211,7 +211,7 @@ def test_closing_while_a_server_forks_forgets_no_engine(owned: LabProcesses) -> 
     owned.close()
     end_processes(owned.place)
     owned.reap_children()
-    assert left(owned) == [] and all(e.over.is_set() for e in engines)
+    assert left(owned) == [] and all(e.end_event.is_set() for e in engines)
 
 
 def test_an_engine_dismissed_before_its_fork_blocks_nothing(owned: LabProcesses) -> None:

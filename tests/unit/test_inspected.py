@@ -155,7 +155,7 @@ def test_a_profile_covers_all_threads_and_never_ends_the_run(tmp_path: Path) -> 
     path = Path(profiler.request_profile(2))
     with pytest.raises(RuntimeError, match="being profiled already"):
         profiler.request_profile(2)
-    until(lambda: profiler._due)
+    until(lambda: profiler._steps_due)
     for step in (40, 41, 42):
         profiler.begin_step(step)
         beside = threading.Thread(target=torch.ones(8).sort if step < 42 else partial(torch.ones(8).cumsum, 0))
@@ -170,7 +170,7 @@ def test_a_profile_covers_all_threads_and_never_ends_the_run(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     other, said = StepProfiler(0, tmp_path / "file", "cpu", lambda name, detail: marks.append(detail)), len(marks)
     other.request_profile(3)
-    until(lambda: other._due)
+    until(lambda: other._steps_due)
     other.begin_step(50)
     other.stop_profile()
     other.close()
@@ -184,7 +184,7 @@ def test_a_profile_that_no_step_began_is_reported_at_the_end(tmp_path: Path) -> 
     marks: list[dict[str, Any]] = []
     profiler = StepProfiler(0, tmp_path, "cpu", lambda name, detail: marks.append(detail))
     profiler.request_profile(2)
-    until(lambda: profiler._due)
+    until(lambda: profiler._steps_due)
     profiler.stop_profile()
     profiler.close()
     assert [mark["text"] for mark in marks] == ["rank 0 could not be profiled: the run ended before the next step"]

@@ -128,10 +128,10 @@ def test_long_steps_are_not_reported() -> None:
 
 
 def test_a_phase_that_took_long_before_is_slow_not_hanging() -> None:
-    slow = computes()._replace(times=5.0)
-    assert text(waits(), slow, waits()) == "" != text(waits(), slow._replace(still=50.0), waits())
-    frozen = mute()._replace(times=2.0)
-    assert text(waits(), frozen) == "" != text(waits(), frozen._replace(mute=20.0))
+    slow = computes()._replace(limit_factor=5.0)
+    assert text(waits(), slow, waits()) == "" != text(waits(), slow._replace(stalled_seconds=50.0), waits())
+    frozen = mute()._replace(limit_factor=2.0)
+    assert text(waits(), frozen) == "" != text(waits(), frozen._replace(silent_seconds=20.0))
 
 
 @pytest.mark.parametrize(("table", "sure"), [
@@ -148,7 +148,7 @@ def test_a_phase_that_took_long_before_is_slow_not_hanging() -> None:
 ])  # fmt: skip
 def test_a_verdict_is_sure_only_if_few_ranks_hang_and_no_other_may(table: tuple[RankPlace, ...], sure: bool) -> None:
     found = find_stall(dict(enumerate(table)), 10.0)
-    assert found is not None and found.sure is sure
+    assert found is not None and found.is_certain is sure
 
 
 def test_the_systems_state_of_a_process_is_reported() -> None:

@@ -42,7 +42,7 @@ def live(tmp_path: Path) -> RunController:
     made = RunController(run, SimpleNamespace(rpc=Line()), Changes(Experiment(ranks=2), []), "g")
     made.spool_folders[1] = "/on/another/host"
     late = columns_of("marks", [(1, 5, "log", 0.5, json.dumps({"text": "late"}))])
-    made.reorder_buffer._held["marks", 1] = [(1, late)]  # waits for a lost message
+    made.reorder_buffer._waiting_pieces["marks", 1] = [(1, late)]  # waits for a lost message
     return made
 
 
@@ -55,12 +55,12 @@ def test_the_watch_skips_the_silent_rank_and_passes_on_later_rows(
 ) -> None:
     monkeypatch.setattr(watch_module, "SILENCE_LIMIT", -1.0)
     RunWatch(live).request_status()
-    assert asks(live) == [] and live.reorder_buffer.next["marks", 1] == 2
+    assert asks(live) == [] and live.reorder_buffer.next_seq["marks", 1] == 2
 
 
 def test_the_end_skips_the_silent_rank_and_passes_on_later_rows(live: RunController) -> None:
     last_rows.gather_last_rows(live, {0, 1})
-    assert asks(live) == [] and live.reorder_buffer.next["marks", 1] == 2
+    assert asks(live) == [] and live.reorder_buffer.next_seq["marks", 1] == 2
 
 
 def test_rows_are_read_from_a_disk_that_is_visible(live: RunController) -> None:
@@ -84,7 +84,7 @@ def test_the_last_rows_are_fetched_though_the_last_status_is_older(live: RunCont
     about = {"run_id": "g", "as": 0, "state": "running", "step": 7, "over": False}
     live.status[0] = {**about, "sent": {"spans": 0}}
     live.cluster.rpc.ask_all = lambda what, **rest: {0: {**about, "sent": {"spans": 1}}}
-    live.reorder_buffer._missed = lambda kind, rank, start: (
+    live.reorder_buffer._read_missing = lambda kind, rank, start: (
         [(0, rows)] if (kind, rank, start) == ("spans", 0, 0) else []
     )
     last_rows.gather_last_rows(live, {1})

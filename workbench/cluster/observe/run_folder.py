@@ -46,7 +46,7 @@ class RunFolder:
 
     def __init__(self, path: Path | str | None) -> None:
         self.path = Path(path) if path is not None else None
-        self.there = False
+        self.is_there = False
         self._asking: threading.Thread | None = None
         self.was_there()
 
@@ -58,11 +58,11 @@ class RunFolder:
             self._asking = threading.Thread(target=self._ask_disk, name="run directory", daemon=True)
             self._asking.start()
         self._asking.join(EXISTS_TIMEOUT)
-        return self.there
+        return self.is_there
 
     def _ask_disk(self) -> None:
         assert self.path
-        self.there = _has_run(self.path)
+        self.is_there = _has_run(self.path)
 
 
 def _has_run(path: Path) -> bool:

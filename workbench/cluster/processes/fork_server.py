@@ -53,15 +53,15 @@ class ForkedEngine:
     """An engine that a server forks, with a Popen's methods. `pid` is 0 until the fork."""
 
     def __init__(self, what: str) -> None:
-        self.what, self.pid, self.created = what, 0, 0.0
+        self.engine_name, self.pid, self.created = what, 0, 0.0
         self.returncode: int | None = None
-        self.over = threading.Event()  # ended, or without further reports
+        self.end_event = threading.Event()  # ended, or without further reports
         self._unwanted = False
-        self._missed: float | None = None  # since when it is gone unreported
+        self._unreported_since: float | None = None  # since when it is gone unreported
 
     @property
     def is_unreported(self) -> bool:
-        return self.over.is_set() and self.returncode is None
+        return self.end_event.is_set() and self.returncode is None
 
     @property
     def is_lost(self) -> bool:
@@ -69,10 +69,10 @@ class ForkedEngine:
 
     def poll(self) -> int | None:
         """Returns the exit code or None. After the end, allows `REPORT_TIMEOUT` s for the report."""
-        if self.returncode is None and self.pid and not self.over.is_set() and not self._is_alive():
-            self._missed = self._missed or time.monotonic()
-            if time.monotonic() - self._missed > REPORT_TIMEOUT:
-                self.over.set()
+        if self.returncode is None and self.pid and not self.end_event.is_set() and not self._is_alive():
+            self._unreported_since = self._unreported_since or time.monotonic()
+            if time.monotonic() - self._unreported_since > REPORT_TIMEOUT:
+                self.end_event.set()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -80,8 +80,8 @@ class ForkedEngine:
         until = None if timeout is None else time.monotonic() + timeout
         while self.poll() is None and not self.is_lost:
             if until is not None and time.monotonic() >= until:
-                raise subprocess.TimeoutExpired(self.what, timeout or 0.0)
-            time.sleep(POLL_INTERVAL) if self.over.is_set() else self.over.wait(POLL_INTERVAL)
+                raise subprocess.TimeoutExpired(self.engine_name, timeout or 0.0)
+            time.sleep(POLL_INTERVAL) if self.end_event.is_set() else self.end_event.wait(POLL_INTERVAL)
         return self.returncode
 
     def send_signal(self, what: int) -> None:
@@ -109,7 +109,7 @@ class ForkedEngine:
 
     def take_code(self, code: int | None) -> None:
         self.returncode = code
-        self.over.set()
+        self.end_event.set()
 
 
 class ForkServer:
@@ -119,20 +119,20 @@ class ForkServer:
     """
 
     def __init__(self, process: subprocess.Popen[bytes], noted: Callable[[str, list[float]], None]) -> None:
-        self.process, self._noted = process, noted
+        self.process, self._note_process = process, noted
         self.env = dict(os.environ)
         self.over = False
-        self._asked: dict[str, ForkedEngine] = {}
+        self._ordered_engines: dict[str, ForkedEngine] = {}
         self._by_pid: dict[int, ForkedEngine] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._read_reports, name="fork server", daemon=True).start()
 
     def fork_engine(self, engine: ForkedEngine, arguments: list[str], log: Path, env: Mapping[str, str]) -> None:
         """arguments: ipyparallel's; log: for the engine's output; env: further variables"""
-        order = {"what": engine.what, "arguments": arguments, "log": str(log), "cwd": _find_folder(),
+        order = {"what": engine.engine_name, "arguments": arguments, "log": str(log), "cwd": _find_folder(),
                  "env": {**self._changed_environment(), **env}}  # fmt: skip
         with self._lock:
-            self._asked[engine.what] = engine
+            self._ordered_engines[engine.engine_name] = engine
             if self.over or self.process.stdin is None:
                 return engine.take_code(NEVER_FORKED)
             with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
@@ -155,19 +155,19 @@ class ForkServer:
         code = self.process.wait()
         self._no_more(code)
         self.process.stdout.close()  # type: ignore[union-attr]
-        for engine in self._asked.values():
-            if not engine.over.is_set():
+        for engine in self._ordered_engines.values():
+            if not engine.end_event.is_set():
                 engine.take_code(None)
 
     def _take_report(self, what: str = "", pid: int = 0, code: int | None = None, closing: bool = False) -> None:
         if closing:
             self._no_more(NEVER_FORKED)
         elif code is not None:
-            (self._by_pid.pop(pid) if pid else self._asked[what]).take_code(code)
+            (self._by_pid.pop(pid) if pid else self._ordered_engines[what]).take_code(code)
         else:
-            engine = self._by_pid[pid] = self._asked[what]
+            engine = self._by_pid[pid] = self._ordered_engines[what]
             if engine.take_pid(pid):
-                self._noted(what, [pid, engine.created])
+                self._note_process(what, [pid, engine.created])
 
     def _no_more(self, code: int) -> None:
         """Closes the server. Engines not yet forked count as ended."""
@@ -175,8 +175,8 @@ class ForkServer:
             self.over = True
             with contextlib.suppress(OSError):
                 self.process.stdin.close()  # type: ignore[union-attr]
-            for engine in self._asked.values():
-                if not engine.pid and not engine.over.is_set():
+            for engine in self._ordered_engines.values():
+                if not engine.pid and not engine.end_event.is_set():
                     engine.take_code(code or NEVER_FORKED)
 
 

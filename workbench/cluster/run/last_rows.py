@@ -47,7 +47,7 @@ def _update_sent_counts(live: RunState, silent: set[int]) -> None:
 def _have_arrived(live: RunState, silent: set[int]) -> bool:
     sent_counts = {rank: live.status.get(rank, {}).get("sent", {}) for rank in live.ranks if rank not in silent}
     return all(
-        live.reorder_buffer.next[kind, rank] >= n for rank, sent in sent_counts.items() for kind, n in sent.items()
+        live.reorder_buffer.next_seq[kind, rank] >= n for rank, sent in sent_counts.items() for kind, n in sent.items()
     )
 
 
@@ -102,8 +102,8 @@ def _add_marks(live: RunState, rank: int, marks: Marks) -> None:
     steps, names, times, details = zip(*marks, strict=True)
     columns = {"rank": [rank] * len(marks), "step": steps, "name": names, "t": times}
     columns["detail"] = [json.dumps(d) for d in details]
-    live.run.append("marks", rank, live.reorder_buffer.next["marks", rank], columns)
-    live.reorder_buffer.next["marks", rank] += len(marks)
+    live.run.append("marks", rank, live.reorder_buffer.next_seq["marks", rank], columns)
+    live.reorder_buffer.next_seq["marks", rank] += len(marks)
     try:
         run_with_timeout(DISK_TIMEOUT, lambda: disk_rows.add_marks(Path(live.run.path or "."), rank, marks))
     except OSError:

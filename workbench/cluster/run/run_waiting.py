@@ -52,7 +52,7 @@ def wait_for_run(live: RunState, timeout: float | None = None) -> Run:
                 line.set_postfix_str("stopping at the next step; interrupt again to abort")
         _show_progress(live, line)
     if live.run.unwritten and threading.current_thread() is threading.main_thread():
-        print(f"workbench: {live.hang_monitor.record_monitor.said}", file=sys.stderr)
+        print(f"workbench: {live.hang_monitor.record_monitor.last_note}", file=sys.stderr)
     if live.error:
         raise live.error
     return live.run

@@ -27,7 +27,7 @@ class OutputCapture:
         self.prefix = prefix
         self.sink = sink
         self._pid = os.getpid()
-        self._second, self._taken, self._left = 0, 0, 0
+        self._second, self._captured_count, self._skipped_count = 0, 0, 0
         self._lock = threading.Lock()
 
     def is_captured(self) -> bool:
@@ -38,13 +38,13 @@ class OutputCapture:
         """Passes one line on, up to the limit per second."""
         with self._lock:
             if (now := int(time.monotonic())) != self._second:
-                left, self._second, self._taken, self._left = self._left, now, 0, 0
+                left, self._second, self._captured_count, self._skipped_count = self._skipped_count, now, 0, 0
                 if left:
                     self._hand_on(stream, f"... {left} more lines in that second")
-            if self._taken >= MAX_LINES_PER_SECOND:
-                self._left += 1
+            if self._captured_count >= MAX_LINES_PER_SECOND:
+                self._skipped_count += 1
                 return
-            self._taken += 1
+            self._captured_count += 1
         self._hand_on(stream, text)
 
     def _hand_on(self, stream: str, text: str) -> None:
@@ -61,7 +61,7 @@ class OutputCapture:
     def __enter__(self) -> OutputCapture:
         self._splits = [_SplitStream(self, "stdout", sys.stdout), _SplitStream(self, "stderr", sys.stderr)]
         sys.stdout, sys.stderr = self._splits
-        self._show, warnings.showwarning = warnings.showwarning, self._capture_warning  # type: ignore[assignment]
+        self._usual_show, warnings.showwarning = warnings.showwarning, self._capture_warning  # type: ignore[assignment]
         self._handler = _LogHandler(self)
         logging.getLogger().addHandler(self._handler)
         return self
@@ -69,41 +69,41 @@ class OutputCapture:
     def __exit__(self, *rest: object) -> None:
         self.end_lines()
         logging.getLogger().removeHandler(self._handler)
-        warnings.showwarning = self._show
+        warnings.showwarning = self._usual_show
         for name in ("stdout", "stderr"):
             if isinstance(ours := getattr(sys, name), _SplitStream):
-                setattr(sys, name, ours.usual)
+                setattr(sys, name, ours.usual_stream)
 
     def _capture_warning(self, message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any) -> None:
         if self.is_captured():
             self.hand_on("warning", f"{category.__name__}: {message} ({filename}:{lineno})")
         else:
-            self._show(message, category, filename, lineno, *rest)
+            self._usual_show(message, category, filename, lineno, *rest)
 
 
 class _SplitStream:
     """Sends the training's lines to the capture, other text to the usual stream."""
 
     def __init__(self, capture: OutputCapture, name: str, usual: Any) -> None:
-        self.capture, self.name, self.usual = capture, name, usual
-        self._begun: dict[threading.Thread, str] = {}  # without a newline yet, at most LONGEST characters
+        self.capture, self.name, self.usual_stream = capture, name, usual
+        self._unfinished_lines: dict[threading.Thread, str] = {}  # without a newline yet, at most LONGEST characters
 
     def write(self, text: str) -> int:
         if not self.capture.is_captured():
-            return self.usual.write(text)
+            return self.usual_stream.write(text)
         self.end_lines(only_ended=True)
         me = threading.current_thread()
-        *lines, rest = (self._begun.pop(me, "") + text).split("\n")
+        *lines, rest = (self._unfinished_lines.pop(me, "") + text).split("\n")
         if rest:
-            self._begun[me] = rest[:MAX_LINE_LENGTH]
+            self._unfinished_lines[me] = rest[:MAX_LINE_LENGTH]
         for line in lines:
             self.capture.hand_on(self.name, line)
         return len(text)
 
     def end_lines(self, only_ended: bool = False) -> None:
         """Passes on begun lines of all threads, or only of ended ones."""
-        for thread in list(self._begun):
-            if not (only_ended and thread.is_alive()) and (text := self._begun.pop(thread, "")):
+        for thread in list(self._unfinished_lines):
+            if not (only_ended and thread.is_alive()) and (text := self._unfinished_lines.pop(thread, "")):
                 self.capture.hand_on(self.name, text)
 
     def writelines(self, lines: Any) -> None:
@@ -112,10 +112,10 @@ class _SplitStream:
 
     def flush(self) -> None:
         if not self.capture.is_captured():
-            self.usual.flush()
+            self.usual_stream.flush()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.usual, name)
+        return getattr(self.usual_stream, name)
 
 
 class _LogHandler(logging.Handler):

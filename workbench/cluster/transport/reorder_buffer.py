@@ -26,23 +26,23 @@ class ReorderBuffer:
     def __init__(
         self, following: dict[tuple[str, int], int], missed: Callable[[str, int, int], list[Piece]], append: Append
     ) -> None:
-        self.next: dict[tuple[str, int], int] = defaultdict(int, following)
-        self._missed, self._append = missed, append
+        self.next_seq: dict[tuple[str, int], int] = defaultdict(int, following)
+        self._read_missing, self._append = missed, append
         self._lock = threading.Lock()
-        self._due: dict[tuple[str, int], int] = {}
-        self._held: dict[tuple[str, int], list[Piece]] = {}
-        self._since: dict[tuple[str, int], float] = {}
+        self._sent_counts: dict[tuple[str, int], int] = {}
+        self._waiting_pieces: dict[tuple[str, int], list[Piece]] = {}
+        self._gap_began: dict[tuple[str, int], float] = {}
 
     def put_batch(self, batch: RowBatch) -> None:
         """Rows after a gap wait until the disk fills it."""
         key = batch.kind, batch.rank
         with self._lock:
-            self._hold(key, [(batch.seq, batch.columns)])
+            self._keep_waiting(key, [(batch.seq, batch.columns)])
             if self._pass_rows(key):
                 return
-            began = self._since.setdefault(key, time.monotonic())
-            found = self._from_disk(key)
-            self._hold(key, found or [])
+            began = self._gap_began.setdefault(key, time.monotonic())
+            found = self._read_from_disk(key)
+            self._keep_waiting(key, found or [])
             if not self._pass_rows(key) and time.monotonic() - began > (
                 SILENT_ENGINE_WAIT if found is None else DISK_WAIT
             ):
@@ -51,19 +51,19 @@ class ReorderBuffer:
     def take_count(self, kind: str, rank: int, sent: int) -> None:
         """sent: the rank's count. Fetches missing rows of its last count."""
         key = kind, rank
-        due, self._due[key] = self._due.get(key, 0), sent
+        due, self._sent_counts[key] = self._sent_counts.get(key, 0), sent
         with self._lock:
-            if self.next[key] < due and (found := self._from_disk(key)) is not None:
-                self._hold(key, found)
+            if self.next_seq[key] < due and (found := self._read_from_disk(key)) is not None:
+                self._keep_waiting(key, found)
                 self._pass_rows(key)
 
     def fetch_missing(self, kind: str, rank: int, sent: int) -> None:
         """At the end, fetches missing rows of the first `sent`. Waiting rows then pass anyway."""
         key = kind, rank
         with self._lock:
-            for _ in range(MAX_READS if self.next[key] < sent or self._held.get(key) else 0):
-                if (found := self._from_disk(key)) is not None:
-                    self._hold(key, found)
+            for _ in range(MAX_READS if self.next_seq[key] < sent or self._waiting_pieces.get(key) else 0):
+                if (found := self._read_from_disk(key)) is not None:
+                    self._keep_waiting(key, found)
                     break
             self._pass_rows(key, lossy=True)
 
@@ -72,24 +72,24 @@ class ReorderBuffer:
         with self._lock:
             self._pass_rows((kind, rank), lossy=True)
 
-    def _from_disk(self, key: tuple[str, int]) -> list[Piece] | None:
+    def _read_from_disk(self, key: tuple[str, int]) -> list[Piece] | None:
         """Reads from the next row on; None without an answer."""
         try:
-            return self._missed(*key, self.next[key])
+            return self._read_missing(*key, self.next_seq[key])
         except (OSError, RuntimeError):
             return None
 
-    def _hold(self, key: tuple[str, int], new: list[Piece]) -> None:
-        self._held[key] = sorted((*self._held.get(key, ()), *new), key=lambda piece: piece[0])
+    def _keep_waiting(self, key: tuple[str, int], new: list[Piece]) -> None:
+        self._waiting_pieces[key] = sorted((*self._waiting_pieces.get(key, ()), *new), key=lambda piece: piece[0])
 
     def _pass_rows(self, key: tuple[str, int], lossy: bool = False) -> bool:
         """Passes waiting rows up to the first gap, or all if `lossy`. Returns whether none is left."""
-        held = self._held.pop(key, [])
-        while held and (lossy or held[0][0] <= self.next[key]):
-            self._since.pop(key, None)
+        held = self._waiting_pieces.pop(key, [])
+        while held and (lossy or held[0][0] <= self.next_seq[key]):
+            self._gap_began.pop(key, None)
             seq, columns = held.pop(0)
-            self.next[key] = max(self.next[key], seq + len(columns["rank"]))
+            self.next_seq[key] = max(self.next_seq[key], seq + len(columns["rank"]))
             self._append(*key, seq, columns)
         if held:
-            self._held[key] = held
+            self._waiting_pieces[key] = held
         return not held

@@ -96,7 +96,7 @@ class Port:
         self.rank, self.size, self.paced_sleep, self.seed = rank, size, paced_sleep, seed
         self.fabric = Fabric()
         self.free = 0.0  # when the port can send again
-        self._taken = 0.0  # when it can receive again
+        self._receive_free_at = 0.0  # when it can receive again
         self._messages = 0
         self._last: LinkShaper | None = None  # the wire of the last collective
         self._lock = threading.Lock()
@@ -143,8 +143,8 @@ class Port:
             return 0.0
         with self._lock:
             slower = max(choke(self.fabric.faults, source), choke(self.fabric.faults, self.rank))
-            self._taken = comes(begun, self._taken, seconds * slower)
-            return self._taken
+            self._receive_free_at = comes(begun, self._receive_free_at, seconds * slower)
+            return self._receive_free_at
 
 
 class LinkShaper:
@@ -211,7 +211,7 @@ class ComputePace:
         self._kept = Kept()
         self._began = self._slept = 0.0
         self._stretch = 1.0
-        self._asked = self._took = 0.0  # seconds of this phase: as asked, and without faults
+        self._asked_seconds = self._fault_free_seconds = 0.0  # seconds of this phase: as asked, and without faults
         self._step = [0.0, 0.0]  # these sums for the step's earlier phases
 
     @property
@@ -229,7 +229,7 @@ class ComputePace:
         self._add_phase()
         self._began, self._slept = self.paced_sleep.clock.now(), 0.0
         self._stretch = stretch(self.faults, self.rank, step, phase)
-        self._asked = self.seconds * (self.shares[phase] + again * self.shares["forward"]) * share
+        self._asked_seconds = self.seconds * (self.shares[phase] + again * self.shares["forward"]) * share
 
     def exclude_wait(self, seconds: float) -> None:
         """Excludes time in which the strategy ran and this rank computed nothing."""
@@ -238,11 +238,12 @@ class ComputePace:
     @contextmanager
     def pause_phase(self) -> Iterator[None]:
         """Pauses this phase for another one inside it, such as an update in a forward."""
-        kept, since = (self._slept, self._stretch, self._asked, self._took), self.paced_sleep.clock.now()
-        began, self._asked, self._took = self._began, 0.0, 0.0
+        kept = self._slept, self._stretch, self._asked_seconds, self._fault_free_seconds
+        since = self.paced_sleep.clock.now()
+        began, self._asked_seconds, self._fault_free_seconds = self._began, 0.0, 0.0
         yield
         self._add_phase()
-        self._slept, self._stretch, self._asked, self._took = kept
+        self._slept, self._stretch, self._asked_seconds, self._fault_free_seconds = kept
         self._began = began + self.paced_sleep.clock.now() - since
 
     def reach_fraction(self, fraction: float) -> None:
@@ -251,11 +252,11 @@ class ComputePace:
             return
         now = self.paced_sleep.clock.now()
         computed = now - self._began - self._slept
-        until = self._began + lasts(self._asked * fraction, computed, self._stretch)
+        until = self._began + lasts(self._asked_seconds * fraction, computed, self._stretch)
         if until > now:
             self.paced_sleep.sleep_until(until)
             self._slept += self.paced_sleep.clock.now() - now
-        self._took = (self.paced_sleep.clock.now() - self._began) / self._stretch
+        self._fault_free_seconds = (self.paced_sleep.clock.now() - self._began) / self._stretch
 
     def end_step(self) -> dict[str, Any] | None:
         """Returns a report if the rank begins or ceases to miss its pace, else None."""
@@ -264,6 +265,6 @@ class ComputePace:
         return self._kept.step(self.seconds, asked, took)
 
     def _add_phase(self) -> None:
-        self._step[0] += self._asked
-        self._step[1] += self._took
-        self._asked = self._took = 0.0
+        self._step[0] += self._asked_seconds
+        self._step[1] += self._fault_free_seconds
+        self._asked_seconds = self._fault_free_seconds = 0.0

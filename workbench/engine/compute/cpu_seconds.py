@@ -15,18 +15,18 @@ class CpuUsage:
 
     def __init__(self, record: Recorder, clock: Clock) -> None:
         self.record, self.clock = record, clock
-        self._process, self._recorder, self._told = time.process_time(), record.cpu_seconds, clock.now()
+        self._process, self._recorder, self._last_report = time.process_time(), record.cpu_seconds, clock.now()
 
     def restart_count(self) -> None:
         """Excludes the set-up."""
         self._process = time.process_time()
 
     def write_if_due(self, step: int) -> None:
-        if self.clock.now() - self._told > SAMPLE_INTERVAL:
+        if self.clock.now() - self._last_report > SAMPLE_INTERVAL:
             self.write_samples(step)
 
     def write_samples(self, step: int) -> None:
         now, process, recorder = self.clock.now(), time.process_time(), self.record.cpu_seconds
         self.record.sample(step, "cpu_process", now, process - self._process)
         self.record.sample(step, "cpu_recording", now, recorder - self._recorder)
-        self._process, self._recorder, self._told = process, recorder, now
+        self._process, self._recorder, self._last_report = process, recorder, now

@@ -43,11 +43,11 @@ class Background:
         self.lane = Lane("background", run.port, run.watch, run.chip, open, whole, calls, eager=True)
         self.error: BaseException | None = None
         self._idle = threading.Event()
-        self._moved = threading.Event()
+        self._news = threading.Event()
         self._done = threading.Event()
         self._done.set()
-        self._over = False  # no more messages come: a receiver stops waiting
-        self._looked = -1  # received messages when this background last found none for it
+        self._is_ending = False  # no more messages come: a receiver stops waiting
+        self._count_at_last_look = -1  # received messages when this background last found none for it
         self._coros: queue.SimpleQueue[Coroutine[Op, Any, Any] | None] = queue.SimpleQueue()
         self._verbs: dict[str, Callable[..., Any]] = {
             "again": self._next_step,
@@ -69,25 +69,25 @@ class Background:
 
     def start_coroutine(self, coro: Coroutine[Op, Any, Any]) -> None:
         """Begins the coroutine, or begins it again after a meeting."""
-        self._over, self._looked = False, -1
+        self._is_ending, self._count_at_last_look = False, -1
         self._idle.clear()
         self._done.clear()
         self._coros.put(coro)
 
     def note_step(self) -> None:
         """There is something new to exchange."""
-        self._moved.set()
+        self._news.set()
 
     def note_idle(self) -> None:
         """The step waits for a meeting, so this rank no longer asks its peers to go on."""
         self._idle.set()
-        self._moved.set()
+        self._news.set()
 
     def end_exchanges(self, control: Wire | None) -> None:
         """Ends the backgrounds after their common exchanges, while every rank's step stands still."""
         self.note_idle()
         self._await_quiet(control)
-        self._over = True
+        self._is_ending = True
         while not self._done.wait(WAIT_SLICE):
             self.run.mailbox.wake_waiters()
             if self.run.leaving.is_set():
@@ -114,7 +114,7 @@ class Background:
 
     def _read_state(self) -> tuple[int, int, int]:
         """Returns (whether the background has ended or waits for a message, messages posted, messages received)."""
-        done, looked = self._done.is_set(), self._looked  # read before `came`: if equal, it still waits
+        done, looked = self._done.is_set(), self._count_at_last_look  # read before `came`: if equal, it still waits
         posted, came = self.run.mailbox.posted_count, self.run.mailbox.received_count
         return done or looked == came, posted, came
 
@@ -125,7 +125,7 @@ class Background:
 
         patience: seconds; on a busy machine other ranks may need 1 or 2
         """
-        end, self._over = time.monotonic() + patience, True  # a server stops waiting for messages, too
+        end, self._is_ending = time.monotonic() + patience, True  # a server stops waiting for messages, too
         self.note_idle()
         self.run.mailbox.wake_waiters()
         if self._done.wait(patience):
@@ -182,13 +182,13 @@ class Background:
             left = until - self.run.clock.now()
             if left > 0:
                 self._idle.wait(min(WAIT_SLICE, left))
-            elif self._moved.wait(WAIT_SLICE):
+            elif self._news.wait(WAIT_SLICE):
                 break
             if self.run.leaving.is_set():
                 raise Aborted("left a background")
         if self.run.mailbox.gone:  # this rank's step raises an error at its end
             self._idle.set()
-        self._moved.clear()
+        self._news.clear()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)
         if not alone and (wire := self.lane.wires.for_group(group).aside) is not None:
             wire.wait(wire.all_reduce(flag, "max"))
@@ -211,5 +211,5 @@ class Background:
 
     def _expects_nothing(self) -> bool:
         """The mailbox asks while it has no such message."""
-        self._looked = self.run.mailbox.received_count
-        return self._over
+        self._count_at_last_look = self.run.mailbox.received_count
+        return self._is_ending

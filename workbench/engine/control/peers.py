@@ -207,8 +207,8 @@ class WireOpening:
 
     def __init__(self, make: Callable[[], Wire], name: str) -> None:
         self._make = make
-        self._made: list[Wire | BaseException] = []
-        self._left = False
+        self._results: list[Wire | BaseException] = []
+        self._is_abandoned = False
         self._lock = threading.Lock()  # one of both threads closes an unwanted wire
         self._thread = threading.Thread(target=self._open_wire, name=name, daemon=True)
         self._thread.start()
@@ -220,8 +220,8 @@ class WireOpening:
         except BaseException as error:
             made = error
         with self._lock:
-            self._made.append(made)
-            left = self._left
+            self._results.append(made)
+            left = self._is_abandoned
         if left:
             self._close_wire()
 
@@ -234,17 +234,17 @@ class WireOpening:
                     look()
         except BaseException:
             with self._lock:
-                self._left, made = True, bool(self._made)
+                self._is_abandoned, made = True, bool(self._results)
             if made:
                 self._close_wire()
             raise
-        wire = self._made.pop()
+        wire = self._results.pop()
         if isinstance(wire, BaseException):
             raise wire
         return wire
 
     def _close_wire(self) -> None:
-        (made,) = self._made
+        (made,) = self._results
         if not isinstance(made, BaseException):
             made.close()
 

@@ -36,10 +36,10 @@ class Rendezvous:
         self._number = 0  # meetings so far
         self.due = 0  # planned changes that are due on rank 0
         self._stays = 0  # strategies with a background so far
-        self._done: set[int] = set()  # ranks that have reported to rank 0 that they are done
+        self._done_ranks: set[int] = set()  # ranks that have reported to rank 0 that they are done
         self._has_reported = False
         self._has_asked = False  # after its model unfroze a parameter
-        self._asked = False  # on rank 0: whether any rank has
+        self._is_unfrozen = False  # on rank 0: whether any rank has
 
     @property
     def strategy(self) -> Any:
@@ -133,8 +133,8 @@ class Rendezvous:
             self.background.end_exchanges(run.control)
             gather_numbers(run.control, 0)  # all backgrounds end before a rank goes on and sends
         self._number += 1
-        self._done.clear()
-        self._has_reported = self._has_asked = self._asked = False
+        self._done_ranks.clear()
+        self._has_reported = self._has_asked = self._is_unfrozen = False
 
     @property
     def _is_idle(self) -> bool:
@@ -156,9 +156,9 @@ class Rendezvous:
     def _call_ranks(self) -> bool:
         """On rank 0: returns whether a meeting is wanted now, and tells the ranks that would not know."""
         run = self.run
-        self._done |= {who for who, number in run.mailbox.take_numbers("done") if number == self._number}
-        self._asked |= any(number == self._number for _, number in run.mailbox.take_numbers(UNFROZEN_MESSAGE))
-        ended = self._is_idle and self._done >= {r for r in range(1, run.rank.size) if self._does_rank_train(r)}
+        self._done_ranks |= {who for who, number in run.mailbox.take_numbers("done") if number == self._number}
+        self._is_unfrozen |= any(number == self._number for _, number in run.mailbox.take_numbers(UNFROZEN_MESSAGE))
+        ended = self._is_idle and self._done_ranks >= {r for r in range(1, run.rank.size) if self._does_rank_train(r)}
         self.has_ended = ended
         if self.propagation and not ended and not run.paused:
             planned = bool(run.due_count)
@@ -176,7 +176,7 @@ class Rendezvous:
     @property
     def _has_requests(self) -> bool:
         """On rank 0: whether a person or a rank asks for a meeting."""
-        return self._asked or not self.run.inbox.empty()
+        return self._is_unfrozen or not self.run.inbox.empty()
 
     def _ask_rank_0(self) -> None:
         if self._has_asked or not self.run.usage.list_unfrozen():
@@ -185,7 +185,7 @@ class Rendezvous:
         if self.run.rank.id:
             self.run.mailbox.send_number(self._number, 0, UNFROZEN_MESSAGE)
         else:
-            self._asked = True
+            self._is_unfrozen = True
 
     def _does_rank_train(self, rank: int) -> bool:
         return bool(self.strategy.trains(rank, self.run.rank.size))

@@ -80,11 +80,11 @@ class Mailbox:
         self.page, self.meet, self.received_count, self.posted_count = 0, -1, 0, 0
         self.gone: set[int] = set()  # ranks that have closed their end
         self.heard_from: set[int] = set()  # with an open line to this one
-        self._why: dict[int, str] = {}  # why this rank dropped a rank, if it did
+        self._drop_reasons: dict[int, str] = {}  # why this rank dropped a rank, if it did
         self._trouble: Exception | None = None  # an error of the mailbox's thread
         self._boxes: dict[tuple[int, str], deque[Message]] = {}  # (page, kind) -> messages by arrival
         self._news = threading.Condition()
-        self._out: dict[int, SenderEnd] = {}
+        self._senders: dict[int, SenderEnd] = {}
         self._dialling = threading.Lock()
         self._todo: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None
@@ -115,7 +115,7 @@ class Mailbox:
 
     @property
     def connected_ranks(self) -> set[int]:
-        return set(self._out)
+        return set(self._senders)
 
     def send(
         self,
@@ -199,9 +199,9 @@ class Mailbox:
                     raise RuntimeError(text) from self._trouble
                 if self.gone and (source is None or source in self.gone):
                     gone = source if source is not None else min(self.gone)
-                    if gone in self._why:
+                    if gone in self._drop_reasons:
                         line = f"rank {self.number(gone)}'s line to rank {self.number(self.rank)}"
-                        raise StrategyError(f"{line} was closed: {self._why[gone]}")
+                        raise StrategyError(f"{line} was closed: {self._drop_reasons[gone]}")
                     who = f"rank {self.number(gone)}, of which {kind!r} was awaited"
                     raise ConnectionError(f"Connection closed by peer: {who}")
                 self._news.wait(WAIT_SLICE)
@@ -273,9 +273,9 @@ class Mailbox:
     def _connect_rank(self, to: int) -> SenderEnd:
         self.open_door()
         with self._dialling:
-            if to not in self._out:
-                self._out[to] = SenderEnd(self, to, await_address(self.store, f"mailbox/{to}", self.check_peers))
-            return self._out[to]
+            if to not in self._senders:
+                self._senders[to] = SenderEnd(self, to, await_address(self.store, f"mailbox/{to}", self.check_peers))
+            return self._senders[to]
 
     def run_on_thread(self, what: Callable[[], None]) -> None:
         self._todo.append(what)
@@ -287,7 +287,7 @@ class Mailbox:
         with self._news:
             self.gone.add(rank)
             if why:
-                self._why[rank] = why
+                self._drop_reasons[rank] = why
             self._news.notify_all()
 
     def _begin_close(self, hurry: bool) -> None:
@@ -303,7 +303,7 @@ class Mailbox:
     def _run_thread(self) -> None:
         until = float("inf")
         while True:
-            lines = list(self._out.values())
+            lines = list(self._senders.values())
             for key, _ in self.selector.select(min([WAIT_SLICE, *(line.retry_delay for line in lines)])):
                 self._run_guarded(key.data)
             for line in lines:
@@ -312,11 +312,11 @@ class Mailbox:
                 self._run_guarded(self._todo.popleft())
             if self._closing:
                 until = min(until, time.monotonic() + (0.0 if self._hurry else 2.0))
-                if time.monotonic() >= until or not any(line.has_frames for line in self._out.values()):
+                if time.monotonic() >= until or not any(line.has_frames for line in self._senders.values()):
                     break
         for key in list(self.selector.get_map().values()):
             key.fileobj.close()  # type: ignore[union-attr]
-        for line in self._out.values():
+        for line in self._senders.values():
             line.socket.close()
         self._wake.close()
         self.selector.close()

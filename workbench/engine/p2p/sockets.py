@@ -33,9 +33,9 @@ class SenderEnd:
         self.mailbox, self.to, self.door = mailbox, to, door
         self.socket = socket.socket()
         self._queue: deque[tuple[memoryview, Callable[[], None]]] = deque()
-        self._known = self._over = False
+        self._is_proven = self._is_over = False
         self._tries = 0
-        self._due = NEVER_DUE
+        self._retry_at = NEVER_DUE
         mailbox.run_on_thread(self._dial_rank)
 
     @property
@@ -44,11 +44,11 @@ class SenderEnd:
 
     @property
     def retry_delay(self) -> float:
-        return max(self._due - time.monotonic(), 0.0)
+        return max(self._retry_at - time.monotonic(), 0.0)
 
     def retry_if_due(self) -> None:
-        if time.monotonic() >= self._due:
-            self._due = NEVER_DUE
+        if time.monotonic() >= self._retry_at:
+            self._retry_at = NEVER_DUE
             self._dial_rank()
 
     def queue_frame(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
@@ -62,7 +62,7 @@ class SenderEnd:
         s.setblocking(False)
         s.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._greeting = greeting.greet_as_caller(self.mailbox.secret, self.mailbox.rank, self.to, self.door, s.sendall)
-        self._left = next(self._greeting)
+        self._unread_greeting = next(self._greeting)
         host, port = self.door.rsplit(" ", 1)
         failed = s.connect_ex((host, int(port)))
         self.mailbox.selector.register(s, READ_EVENT, self._write_frames)
@@ -70,18 +70,18 @@ class SenderEnd:
             self._handle_loss(OSError(failed, "no connection"))
 
     def _append_frame(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
-        if self.to in self.mailbox.gone or self._over:
+        if self.to in self.mailbox.gone or self._is_over:
             return
         self._queue.append((memoryview(head), _do_nothing))
         self._queue.append((memoryview(data), written))
-        if self._known:
+        if self._is_proven:
             self._write_frames()
 
     def _write_frames(self) -> None:
         try:
-            if not self._known:
+            if not self._is_proven:
                 self._greet_rank()
-            while self._known and self._queue:
+            while self._is_proven and self._queue:
                 left, written = self._queue[0]
                 if len(left):
                     left = left[self.socket.send(left) :]
@@ -95,10 +95,10 @@ class SenderEnd:
         except Exception as error:
             return self._handle_loss(error)
         self.mailbox.selector.modify(
-            self.socket, READ_WRITE_EVENTS if self._known and self._queue else READ_EVENT, self._write_frames
+            self.socket, READ_WRITE_EVENTS if self._is_proven and self._queue else READ_EVENT, self._write_frames
         )
         try:
-            if self._known and not self.socket.recv(1):  # the peer sends nothing here any more: readable means closed
+            if self._is_proven and not self.socket.recv(1):  # the peer sends nothing here now: readable means closed
                 self._handle_loss(ConnectionResetError())
         except BlockingIOError:
             pass
@@ -106,16 +106,16 @@ class SenderEnd:
             self._handle_loss(error)
 
     def _greet_rank(self) -> None:
-        while not self._known:
-            n = self.socket.recv_into(self._left)
+        while not self._is_proven:
+            n = self.socket.recv_into(self._unread_greeting)
             if not n:
                 raise ConnectionResetError
-            self._left = self._left[n:]
-            if not len(self._left):
+            self._unread_greeting = self._unread_greeting[n:]
+            if not len(self._unread_greeting):
                 try:
-                    self._left = next(self._greeting)
+                    self._unread_greeting = next(self._greeting)
                 except StopIteration:
-                    self._known = True
+                    self._is_proven = True
 
     def _handle_loss(self, error: Exception) -> None:
         """Closes this end and calls again, or gives up.
@@ -125,10 +125,10 @@ class SenderEnd:
         self.mailbox.selector.unregister(self.socket)
         self.socket.close()
         closed = isinstance(error, ConnectionResetError | BrokenPipeError)
-        if closed and not self._known and self._tries < MAX_DIALS:
-            self._due = time.monotonic() + find_retry_delay(self._tries)
+        if closed and not self._is_proven and self._tries < MAX_DIALS:
+            self._retry_at = time.monotonic() + find_retry_delay(self._tries)
             return
-        self._over = True
+        self._is_over = True
         self._queue.clear()
         if not closed or self.to not in self.mailbox.heard_from:
             self.mailbox.mark_gone(self.to, str(error) if isinstance(error, greeting.AuthenticationError) else "")
@@ -140,19 +140,19 @@ class ReceiverEnd:
     def __init__(self, mailbox: Any, s: socket.socket) -> None:
         self.mailbox, self.socket = mailbox, s
         self.source = -1  # unknown before the proof
-        self._over = False
+        self._is_over = False
         self._frames = self._parse_frames()
-        self._left = next(self._frames)
+        self._unfilled = next(self._frames)
 
     def read_frames(self) -> None:
         try:
             for _ in range(64):  # then other lines have their turn
-                n = self.socket.recv_into(self._left)
+                n = self.socket.recv_into(self._unfilled)
                 if not n:
                     return self.end()
-                self._left = self._left[n:]
-                while not len(self._left):
-                    self._left = next(self._frames)
+                self._unfilled = self._unfilled[n:]
+                while not len(self._unfilled):
+                    self._unfilled = next(self._frames)
         except BlockingIOError:
             return
         except OSError:
@@ -183,9 +183,9 @@ class ReceiverEnd:
             mailbox.file_message(source, kind.decode(), data, origin, page, meet, begun, seconds)
 
     def end(self, why: str = "") -> None:
-        if self._over:
+        if self._is_over:
             return
-        self._over = True
+        self._is_over = True
         self.mailbox.selector.unregister(self.socket)
         self.socket.close()
         self.mailbox.door.remove_caller(self, why)

@@ -43,7 +43,7 @@ class PreemptionWatch:
     def __init__(self, session: SessionState) -> None:
         self.session = session
         self._store: Any = None
-        self._asked: set[tuple[str, int]] = set()
+        self._reported: set[tuple[str, int]] = set()
 
     def __call__(self) -> None:
         session, members, generation = self.session, self.session.members, self.session.generation
@@ -53,11 +53,10 @@ class PreemptionWatch:
             self._store = self._store or connect_store(*session.store_address, session.run_id)
             if not self._store.check([PREEMPTED_KEY]):
                 return
-            found = [
-                m for m in members if (generation, m) not in self._asked and self._store.check([f"{PREEMPTED_KEY} {m}"])
-            ]
+            new = [m for m in members if (generation, m) not in self._reported]
+            found = [m for m in new if self._store.check([f"{PREEMPTED_KEY} {m}"])]
             if found:
-                self._asked |= {(generation, m) for m in found}
+                self._reported |= {(generation, m) for m in found}
                 name = f"preempt {', '.join(map(str, found))} of {generation}"
                 session.request({"kind": "preempt", "members": found, "id": name})
 

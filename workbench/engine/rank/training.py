@@ -62,7 +62,7 @@ class RankTraining(RankComponents):
         self.known_answers: Done = {}  # answers to recent requests
         self.cost, self.tidy = CpuUsage(session.record, self.clock), MemoryRelease()
         self.growth = LeakDetector(session.member, lambda found: session.mark("memory grows", found))
-        self._since: tuple[float, Any] | None = None  # when the wait for the next step began, on both watches
+        self._wait_began: tuple[float, Any] | None = None  # when the wait for the next step began, on both watches
 
     def begin_training(self) -> None:
         self.set_fabric(None, self.experiment)
@@ -130,7 +130,7 @@ class RankTraining(RankComponents):
         return made
 
     def end_wait(self) -> Any:
-        now, since, self._since = self.host.watch.now(), self._since, None
+        now, since, self._wait_began = self.host.watch.now(), self._wait_began, None
         if since is None or self.clock.now() - since[0] < MIN_WAIT_SECONDS:
             return now
         self.host.watch.write_span(self.rank.step, "wait", "next step", since[1], since[1], now, 0)
@@ -308,14 +308,14 @@ class RankTraining(RankComponents):
                 quiet = quiet and not requests
                 await self._execute_requests(requests)
             self.control_channel.end_taking()
-            self._since = since if quiet and self.rank.step else None
+            self._wait_began = since if quiet and self.rank.step else None
         if self._has_evaluated and not (apart or self.experiment.partition.ahead(0)):
             await self._execute_requests(await Op("do", partial(self._receive_requests, 0.0)))
         self._has_evaluated = False
         if self.paused and not self.session.stopping:
             await Op("do", partial(self.host.timing.catch_up, self.non_finite_guard.check_step_loss))
             self.set_phase("paused")
-            self._since = None
+            self._wait_began = None
             while self.paused and not self.session.stopping:
                 await self._execute_requests(await Op("do", partial(self._receive_requests, 0.5)))
             self.set_phase("stopping" if self.session.stopping else "running")

@@ -60,27 +60,27 @@ class LeakDetector:
 
     def __init__(self, rank: int, tell: Callable[[dict[str, Any]], None], read: Callable[[], float] = read_host_mb,
                  clock: Callable[[], float] = time.monotonic) -> None:  # fmt: skip
-        self.rank, self.report_leak, self.read, self.clock = rank, tell, read, clock
+        self.rank, self.report_leak, self.read_mb, self.clock = rank, tell, read, clock
         self._steps: list[int] = []
         self._mb: list[float] = []
-        self._made, self._every, self._told, self._last = 0, 1, False, float("-inf")
+        self._step_count, self._step_interval, self._has_reported, self._last_reading = 0, 1, False, float("-inf")
 
     def take_reading(self, step: int) -> None:
         """The rank calls it after each step."""
-        self._made += 1
+        self._step_count += 1
         if (
-            self._told
-            or self._made <= SKIPPED_STEPS
-            or self._made % self._every
-            or self.clock() - self._last < MIN_INTERVAL
+            self._has_reported
+            or self._step_count <= SKIPPED_STEPS
+            or self._step_count % self._step_interval
+            or self.clock() - self._last_reading < MIN_INTERVAL
         ):
             return
-        self._last = self.clock()
+        self._last_reading = self.clock()
         self._steps.append(step)
-        self._mb.append(self.read())
+        self._mb.append(self.read_mb())
         if len(self._steps) >= MAX_READINGS:
             del self._steps[::2], self._mb[::2]
-            self._every *= 2
+            self._step_interval *= 2
         if len(self._steps) % BLOCK_COUNT == 0:
             self._judge_growth()
 
@@ -91,5 +91,5 @@ class LeakDetector:
             each, grown = found
             text = (f"rank {self.rank}'s memory grows by {each:.3g} MB a step on its host, {grown:.0f} MB so far; look "
                     f"for what the code keeps from step to step")  # fmt: skip
-            self._told = True
+            self._has_reported = True
             self.report_leak({"rank": self.rank, "mb_per_step": round(each, 4), "mb": round(grown, 1), "text": text})

@@ -53,13 +53,13 @@ class RowSpool:
         self._waiting: dict[str, list[Rows]] = {kind: [] for kind in KINDS}
         self._flying = 0  # rows in the write under way
         self._unwritten = 0  # rows that no file ever got
-        self._gone = 0  # rows in files that the run directory has lost
+        self._gone_rows = 0  # rows in files that the run directory has lost
         self._parts: dict[str, _SpoolFile] = {}  # the open file of each kind
-        self._ended: list[_SpoolFile] = []
+        self._ended_files: list[_SpoolFile] = []
         self._next: dict[str, int] = {}  # of a part's next row
         self._home: tuple[int, int] | None = None  # (device, inode) of the run directory, after the first file
         self._failed_at: float | None = None
-        self._since: float | None = None  # when the write under way began
+        self._write_began: float | None = None  # when the write under way began
         self._hung = False
         self._reports: list[dict[str, Any]] = []
         self._refused: set[str] = set()  # kinds with a reported row that no file can hold
@@ -75,7 +75,7 @@ class RowSpool:
     def lost_rows(self) -> int:
         """Rows that the run directory lacks, with waiting rows while the disk does not answer."""
         with self._lock:
-            return self._unwritten + self._gone + (self._count_waiting() if self._hung else 0)
+            return self._unwritten + self._gone_rows + (self._count_waiting() if self._hung else 0)
 
     def queue_rows(self, kind: str, seq: int, columns: dict[str, Any]) -> None:
         """seq: the number of the first row"""
@@ -86,7 +86,7 @@ class RowSpool:
                 self._waiting[kind].append((seq, columns))
 
     def take_reports(self) -> list[str]:
-        since = self._since
+        since = self._write_began
         with self._lock:
             if since is not None and not self._hung and time.monotonic() - since > HUNG_SECONDS:
                 self._hung = True
@@ -130,13 +130,13 @@ class RowSpool:
         self.cpu_seconds = time.thread_time()
 
     def _write_once(self) -> None:
-        self._since = time.monotonic()
+        self._write_began = time.monotonic()
         try:
             self.write_rows()
         except Exception:
             _log.exception("rank %d: the record was not written; it is tried again", self.rank)
         finally:
-            self._since = None
+            self._write_began = None
         with self._lock:
             answers, self._hung = self._hung, False
             if answers and self._failed_at is None:
@@ -161,9 +161,9 @@ class RowSpool:
 
     def _find_missing(self) -> list[Path]:
         """Returns the open files that are gone, and counts the rows of all files that are gone."""
-        gone = [part for part in (*self._ended, *self._parts.values()) if not _is_same_file(part.path, part.file)]
+        gone = [part for part in (*self._ended_files, *self._parts.values()) if not _is_same_file(part.path, part.file)]
         with self._lock:
-            self._gone = sum(part.rows[0] for part in gone)
+            self._gone_rows = sum(part.rows[0] for part in gone)
         return [part.path for part in gone if part in self._parts.values()]
 
     def _describe_missing(self, gone: list[Path]) -> str:
@@ -188,7 +188,7 @@ class RowSpool:
                 self._unwritten += left
 
     def _append_rows(self, kind: str, first: int, columns: dict[str, Any]) -> None:
-        self._since = time.monotonic()  # several slow writes do not count as hanging
+        self._write_began = time.monotonic()  # several slow writes do not count as hanging
         if kind in self._parts and self._next[kind] != first:  # rows were lost before these; a part has no gaps
             self._end_part(kind)
         if kind not in self._parts:
@@ -212,7 +212,7 @@ class RowSpool:
         part = self._parts.pop(kind)
         part.writer.abandon()
         if part.writer.nbytes:
-            self._ended.append(part)
+            self._ended_files.append(part)
         elif _is_same_file(part.path, part.file):
             part.path.unlink(missing_ok=True)
 
@@ -249,11 +249,11 @@ class RowSpool:
                 waiting.clear()
 
     def _make_failure(self, what: str, behind: int) -> dict[str, Any]:
-        lost = self._unwritten + self._gone + behind
+        lost = self._unwritten + self._gone_rows + behind
         return {"error": what, "lost": lost, "text": f"the record is not being written: {what}"}
 
     def _make_recovery(self) -> dict[str, Any]:
-        lost = self._unwritten + self._gone
+        lost = self._unwritten + self._gone_rows
         return {"error": "", "lost": lost, "text": f"{RECOVERED_TEXT}; {lost} rows are not on disk"}
 
     def _close_parts(self) -> None:

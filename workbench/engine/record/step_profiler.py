@@ -30,9 +30,9 @@ class StepProfiler:
         self.folder = Path(run_dir) / PROFILE_FOLDER if run_dir is not None else None
         self._traces = 0
         self._busy = threading.Lock()
-        self._due = 0  # steps to profile from the next one on
-        self._left = 0  # steps left in the profile under way
-        self._first = self._asked = 0  # its first step, and its requested number of steps
+        self._steps_due = 0  # steps to profile from the next one on
+        self._steps_left = 0  # steps left in the profile under way
+        self._first = self._requested_steps = 0  # its first step, and its requested number of steps
         self._profile: Any = None
         self._path = Path()
         self._thread = threading.Thread()  # the last one that loaded libraries or wrote a trace
@@ -52,15 +52,15 @@ class StepProfiler:
         return str(self._path)
 
     def begin_step(self, step: int) -> None:
-        if self._due:
-            self._left, self._first, self._due = self._due, step, 0
+        if self._steps_due:
+            self._steps_left, self._first, self._steps_due = self._steps_due, step, 0
             self._run_guarded(self._start_profile)
 
     def end(self, made: int = 1) -> None:
         if self._profile is None:
             return
-        self._left -= made
-        if self._left <= 0:
+        self._steps_left -= made
+        if self._steps_left <= 0:
             self._run_guarded(self._stop_profile)
 
     def stop_profile(self) -> None:
@@ -71,8 +71,8 @@ class StepProfiler:
         """Waits CLOSE_TIMEOUT seconds at most for the trace, and reports a profile that no step has begun."""
         if self._thread.ident is not None:
             self._thread.join(CLOSE_TIMEOUT)
-        if self._due:
-            self._due = 0
+        if self._steps_due:
+            self._steps_due = 0
             self._report_failure("the run ended before the next step")
 
     def _begin_thread(self, what: Callable[..., None], *given: Any, daemon: bool) -> None:
@@ -85,18 +85,18 @@ class StepProfiler:
             made = _make_profiler(self.device)
             made.start()
             made.stop()
-            self._due = steps
+            self._steps_due = steps
         except Exception as error:
             self._report_failure(said(error))
 
     def _start_profile(self) -> None:
-        self._profile, self._asked = _make_profiler(self.device), self._left
+        self._profile, self._requested_steps = _make_profiler(self.device), self._steps_left
         self._profile.start()
 
     def _stop_profile(self) -> None:
         done, self._profile = self._profile, None
         done.stop()
-        steps = self._asked - max(self._left, 0)
+        steps = self._requested_steps - max(self._steps_left, 0)
         self._begin_thread(self._write_trace, done, steps, daemon=False)
 
     def _write_trace(self, done: Any, steps: int) -> None:

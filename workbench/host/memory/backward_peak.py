@@ -71,8 +71,8 @@ class BackwardMeter:
         self._layout, self._comes = layout, comes
         self._activations = activations
         self._lies: dict[int, weakref.ref[UntypedStorage]] = {}  # storages before it
-        self._there: dict[int, weakref.ref[UntypedStorage]] = {}  # storages in _now
-        self._gone: list[int] = []  # freed since the last look
+        self._counted_storages: dict[int, weakref.ref[UntypedStorage]] = {}  # storages in _now
+        self._freed_bytes: list[int] = []  # freed since the last look
         self._now = self._came = 0
         self._removers: list[RemovableHandle] = []
         self.names: list[str] = []  # in gradients' order
@@ -95,20 +95,20 @@ class BackwardMeter:
     def __exit__(self, *_: object) -> None:
         for remover in self._removers:
             remover.remove()
-        self._there.clear()
+        self._counted_storages.clear()
 
     def _watch_storage(self, storage: UntypedStorage | None) -> None:
-        if storage is None or storage._cdata in self._there:
+        if storage is None or storage._cdata in self._counted_storages:
             return
         where, size = storage._cdata, storage.nbytes()
         if where in self._lies and self._lies[where]() is not None:
             return
-        self._there[where] = weakref.ref(storage, partial(self._forget_storage, where, size))
+        self._counted_storages[where] = weakref.ref(storage, partial(self._forget_storage, where, size))
         self._now += size
 
     def _forget_storage(self, where: int, size: int, _: object = None) -> None:
-        if self._there.pop(where, None) is not None:
-            self._gone.append(size)
+        if self._counted_storages.pop(where, None) is not None:
+            self._freed_bytes.append(size)
 
     def end(self, handed: Ends, given: Ends) -> None:
         """given: gradients that the node received; handed: gradients that it passes on"""
@@ -118,8 +118,8 @@ class BackwardMeter:
         self._note_peak()
 
     def _note_peak(self) -> None:
-        while self._gone:
-            self._now -= self._gone.pop()
+        while self._freed_bytes:
+            self._now -= self._freed_bytes.pop()
         count = len(self.names)
         if self.looks and self.looks[-1][0] == count:
             self.looks[-1] = count, max(self.looks[-1][1], self._now)

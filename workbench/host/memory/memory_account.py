@@ -48,26 +48,26 @@ class MemoryAccount:
 
     def __init__(self, run: AccountView, counts: MemoryCounts, away: OffloadStore,
                  beside: Callable[[], dict[str, int]] = dict) -> None:  # fmt: skip
-        self._run, self._counts, self.away, self._beside = run, counts, away, beside
+        self._run, self._counts, self.away, self._read_chip_bytes = run, counts, away, beside
         self.buffers = BufferCounter(run)
         self.due = True  # looks this step
-        self._fresh, self._last = FRESH_STEPS, 0
+        self._fresh_steps_left, self._last_recount = FRESH_STEPS, 0
         self._inputs: list[object] = []
         self._standing: dict[str, int] = {}
         self._memories: list[Memory] = []  # strategy's and compressor's
-        self._seen: tuple[int | tuple[int, ...], ...] | None = None  # the recount's key
-        self._most: dict[str, int] = {}  # peaks at the last look
-        self._together = 0  # activations plus gradients
-        self._written: dict[str, int] = {}
-        self._holds: int | None = None  # parameters' bytes now
-        self._held: int | None = None  # the step's most
-        self._counted = 0  # of parameters that stay
-        self._surge = 0  # a hand-over's bytes
-        self._told: tuple[_MadeOf, dict[str, int]] | None = None  # the last record and its key
-        self._following: StorageTracker | None = None  # the present evaluation
+        self._recount_key: tuple[int | tuple[int, ...], ...] | None = None  # the recount's key
+        self._step_peaks: dict[str, int] = {}  # peaks at the last look
+        self._pass_peak = 0  # activations plus gradients
+        self._recorded_bytes: dict[str, int] = {}
+        self._parameter_bytes: int | None = None  # parameters' bytes now
+        self._parameter_peak: int | None = None  # the step's most
+        self._standing_parameters = 0  # of parameters that stay
+        self._handover_bytes = 0  # a hand-over's bytes
+        self._last_record: tuple[_MadeOf, dict[str, int]] | None = None  # the last record and its key
+        self._evaluation_tracker: StorageTracker | None = None  # the present evaluation
         self._evaluated = 0  # its last peak
         self._evaluated_at = -1  # its step; -1: no look since a change
-        self._step = 0, 0  # parameters' extra bytes, and bytes in flight
+        self._step_extra = 0, 0  # parameters' extra bytes, and bytes in flight
 
     # -- between steps --
 
@@ -76,14 +76,14 @@ class MemoryAccount:
 
         Raises OutOfMemory if what stays or the change exceeds `memory_mb`.
         """
-        self._fresh, self._seen = FRESH_STEPS, None
+        self._fresh_steps_left, self._recount_key = FRESH_STEPS, None
         self._evaluated, self._evaluated_at = 0, -1
         told = self._record_changes(between=True)
         self._require_budget(told, WHEN_BETWEEN)
-        self._surge = 0
+        self._handover_bytes = 0
 
     def note_surge(self, nbytes: int) -> None:
-        self._surge = max(self._surge, nbytes)
+        self._handover_bytes = max(self._handover_bytes, nbytes)
 
     @property
     def has_optimizer_state(self) -> bool:
@@ -91,27 +91,29 @@ class MemoryAccount:
 
     def note_model_cut(self) -> None:
         """Notes that the host's memory held the whole model until now."""
-        self._held = self._holds
+        self._parameter_peak = self._parameter_bytes
 
     def begin_step(self) -> None:
         self._recount_standing()
         self.buffers.take_peak(stepping=True)
-        self._held = self._holds
+        self._parameter_peak = self._parameter_bytes
         if not self._run.experiment.eval_every:
             self._evaluated = 0
-            self._write_down(dict.fromkeys([EVALUATION_CATEGORY] if self._written.get(EVALUATION_CATEGORY) else [], 0))
-        self.due = self._fresh > 0 or self._run.rank.step - self._last >= RECOUNT_STEPS
+            evaluated = [EVALUATION_CATEGORY] if self._recorded_bytes.get(EVALUATION_CATEGORY) else []
+            self._write_down(dict.fromkeys(evaluated, 0))
+        self.due = self._fresh_steps_left > 0 or self._run.rank.step - self._last_recount >= RECOUNT_STEPS
         if self.due:
-            self._most, self._together, self._inputs, self._told = {}, 0, [], None
+            self._step_peaks, self._pass_peak, self._inputs, self._last_record = {}, 0, [], None
 
     def end_step(self) -> None:
         """Raises OutOfMemory if the step took more than `memory_mb`."""
         if self.due:
             self._note_peak("gradients", self._counts.count_gradients())
-            self._seen, self._last, self._fresh = None, self._run.rank.step, max(0, self._fresh - 1)
+            self._recount_key, self._last_recount = None, self._run.rank.step
+            self._fresh_steps_left = max(0, self._fresh_steps_left - 1)
             self._inputs = []
         told = self._record_changes()
-        self._step = max(0, (self._held or 0) - (self._holds or 0)), told["buffers in flight"]
+        self._step_extra = max(0, (self._parameter_peak or 0) - (self._parameter_bytes or 0)), told["buffers in flight"]
         self._require_budget(told, WHEN_STEP)
         self.due = False
 
@@ -121,7 +123,7 @@ class MemoryAccount:
             of = {name: told[name] for name in CATEGORIES if name in told}
             if when != WHEN_STEP:
                 of = of | dict.fromkeys(STEP_CATEGORIES, 0) | {"gradients": self._standing["gradients"]}
-            require_fits(run, told["peak"], of | {"what moves": self._surge}, when)
+            require_fits(run, told["peak"], of | {"what moves": self._handover_bytes}, when)
 
     # -- evaluation --
 
@@ -139,29 +141,29 @@ class MemoryAccount:
         if not self.is_evaluation_measured:
             yield
             return
-        self._held = self._holds
+        self._parameter_peak = self._parameter_bytes
         with self.buffers.count_measuring(self._run.unsharder.sharded):
             self.buffers.take_peak(stepping=False)
-            self._following = following = StorageTracker(rises=partial(self._require_now, kept))
+            self._evaluation_tracker = following = StorageTracker(rises=partial(self._require_now, kept))
             try:
                 self._recount_standing()
                 self._require_now(kept)
                 with following:
                     yield
             finally:
-                self._following = None
+                self._evaluation_tracker = None
         self.note_evaluation(kept + following.most[0], self.buffers.take_peak(stepping=False))
 
     def _require_now(self, kept: int) -> None:
         limit = self._run.experiment.memory_mb * MB
-        if self._following is not None and limit:
-            made, moved = kept + self._following.most[0], self.buffers.most
-            if sum(self._count_between_steps(moved).values()) + self._most.get("batches", 0) + made > limit:
+        if self._evaluation_tracker is not None and limit:
+            made, moved = kept + self._evaluation_tracker.most[0], self.buffers.most
+            if sum(self._count_between_steps(moved).values()) + self._step_peaks.get("batches", 0) + made > limit:
                 self.note_evaluation(made, moved, "or more ")
 
     def exclude_fetched(self) -> AbstractContextManager[None]:
         """Inside, fetched parameters do not count."""
-        return self._following.pause_counting() if self._following is not None else nullcontext()
+        return self._evaluation_tracker.pause_counting() if self._evaluation_tracker is not None else nullcontext()
 
     def note_evaluation(self, nbytes: int, moved: int | None = None, more: str = "") -> None:
         """Notes an evaluation's peak. Raises OutOfMemory if the sum exceeds `memory_mb`.
@@ -169,16 +171,16 @@ class MemoryAccount:
         moved: bytes in flight for it; None: as in a step, and shards as well
         """
         if moved is None:
-            beyond, moved = self._step
-            self._held = None if self._holds is None else self._holds + beyond
+            beyond, moved = self._step_extra
+            self._parameter_peak = None if self._parameter_bytes is None else self._parameter_bytes + beyond
         self._recount_standing()
         told = self._count_between_steps(moved) | {
-            "batches": self._most.get("batches", 0),
+            "batches": self._step_peaks.get("batches", 0),
             EVALUATION_CATEGORY: nbytes,
             "peak": 0,
         }
         told["peak"] = sum(told.values())
-        self._held, self._told = self._holds, None
+        self._parameter_peak, self._last_record = self._parameter_bytes, None
         self._evaluated, self._evaluated_at = told["peak"], self._run.rank.step
         self._write_down({EVALUATION_CATEGORY: nbytes, "peak": told["peak"]})
         self._require_budget(told, more + WHEN_EVALUATED)
@@ -207,7 +209,8 @@ class MemoryAccount:
 
     def note_held(self, nbytes: int | None) -> None:
         """nbytes: of held parameters; None: no strategy shards them"""
-        self._holds, self._held = nbytes, None if nbytes is None else max(self._held or 0, nbytes)
+        self._parameter_peak = None if nbytes is None else max(self._parameter_peak or 0, nbytes)
+        self._parameter_bytes = nbytes
         self._require_now(0)
 
     def note_submodel(self, params: Iterable[Tensor], state: Any = None) -> None:
@@ -216,16 +219,16 @@ class MemoryAccount:
         params: its own parameters
         state:  its optimizer state, or its bytes
         """
-        self._held = max(self._held or 0, self._run.layout.held + sum(p.nbytes for p in params))
+        self._parameter_peak = max(self._parameter_peak or 0, self._run.layout.held + sum(p.nbytes for p in params))
         if self.due and state:
             nbytes = state if isinstance(state, int) else memory.count_bytes(memory.find_storages(dict(state)))
             self._note_peak("optimizer state", nbytes)
 
     def _note_peak(self, category: str, nbytes: int) -> None:
-        self._most[category], self._told = max(self._most.get(category, 0), nbytes), None
+        self._step_peaks[category], self._last_record = max(self._step_peaks.get(category, 0), nbytes), None
 
     def _note_joint_peak(self, nbytes: int) -> None:
-        self._together, self._told = max(self._together, nbytes), None
+        self._pass_peak, self._last_record = max(self._pass_peak, nbytes), None
 
     # -- what stays --
 
@@ -241,10 +244,10 @@ class MemoryAccount:
             self.away.item_count,
             stashed,
         )
-        if (*seen, *map(_measure_content, self._memories)) == self._seen:
+        if (*seen, *map(_measure_content, self._memories)) == self._recount_key:
             return
         self._memories = [run.rank.memory, *memory.find_memories(run.state)]
-        self._seen = (*seen, *map(_measure_content, self._memories))
+        self._recount_key = (*seen, *map(_measure_content, self._memories))
         kept, standing = run.rank.memory, self._counts.list_standing()
         held = memory.find_storages([kept.buffers, kept.parts])
         own = {"strategy state": memory.find_storages(run.state), "compressor state": held}
@@ -252,7 +255,7 @@ class MemoryAccount:
         if key not in alike:
             alike[key] = self._sort_storages(standing | own)
         found = alike[key]
-        self._standing, self._counted, self._told = dict(found.nbytes), run.layout.held, None
+        self._standing, self._standing_parameters, self._last_record = dict(found.nbytes), run.layout.held, None
         self._standing["parameters"] += stashed  # for later backwards
         self.buffers.note_standing(*found[1:])
 
@@ -268,36 +271,36 @@ class MemoryAccount:
 
     def _count_between_steps(self, moved: int) -> dict[str, int]:
         now = self._standing | {"buffers in flight": moved}
-        if self._held is not None:
-            now["parameters"] += self._held - self._counted
+        if self._parameter_peak is not None:
+            now["parameters"] += self._parameter_peak - self._standing_parameters
         return now
 
     def _record_changes(self, between: bool = False) -> dict[str, int]:
         """between: nothing is computed"""
         self._recount_standing()
         moved, away = self.buffers.take_peak(stepping=False), self.away.take_peaks()
-        made_of = between, self._held, self._surge, moved, away
-        if not self.due and self._told is not None and self._told[0] == made_of:
-            return self._told[1]
+        made_of = between, self._parameter_peak, self._handover_bytes, moved, away
+        if not self.due and self._last_record is not None and self._last_record[0] == made_of:
+            return self._last_record[1]
         room = self._standing["gradients"]
-        now = self._count_between_steps(moved) | self._most
+        now = self._count_between_steps(moved) | self._step_peaks
         now["gradients"] = max(room, now["gradients"])
-        together = room + self._surge if between else max(self._together, room)
+        together = room + self._handover_bytes if between else max(self._pass_peak, room)
         told = {category: now[category] for category in CATEGORIES if category in now}
         others = sum(v for k, v in told.items() if k not in STEP_CATEGORIES)
         told["peak"] = others + together
-        if self.due or not self._written:
-            told |= self._beside()
+        if self.due or not self._recorded_bytes:
+            told |= self._read_chip_bytes()
         told |= {f"on {where}": nbytes for where, nbytes in away.items()}
         self._write_down(told | {"peak": max(told["peak"], self._evaluated)})
-        self._told = made_of, told
+        self._last_record = made_of, told
         return told
 
     def _write_down(self, told: dict[str, int]) -> None:
         for name, value in told.items():
-            before = self._written.get(name)
+            before = self._recorded_bytes.get(name)
             if before is None or abs(value - before) > MIN_CHANGED_SHARE * before:
-                self._written[name] = value
+                self._recorded_bytes[name] = value
                 self._run.sample(f"memory {name}", value)
 
 

@@ -43,8 +43,8 @@ class StorageTracker(TorchDispatchMode):
         self.aside = self.read = False
         self.most, self._now = [0] * ranks, [0] * ranks
         self._sizes = sizes
-        self._there: dict[tuple[int, int], weakref.ref[UntypedStorage]] = {}  # by (rank, storage)
-        self._gone: list[tuple[int, int]] = []  # freed (rank, bytes)
+        self._counted_storages: dict[tuple[int, int], weakref.ref[UntypedStorage]] = {}  # by (rank, storage)
+        self._freed: list[tuple[int, int]] = []  # freed (rank, bytes)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -90,8 +90,8 @@ class StorageTracker(TorchDispatchMode):
         self._subtract_freed()
         for who in range(len(self._now)) if rank is None else (rank,):
             key, nbytes = (who, storage._cdata), storage.nbytes()
-            if key not in self._there:
-                self._there[key] = weakref.ref(storage, partial(self._note_freed, key, nbytes))
+            if key not in self._counted_storages:
+                self._counted_storages[key] = weakref.ref(storage, partial(self._note_freed, key, nbytes))
                 self._now[who] += nbytes
                 if self._now[who] > self.most[who]:
                     self.most[who] = self._now[who]
@@ -99,8 +99,8 @@ class StorageTracker(TorchDispatchMode):
                         self._rises()
 
     def _subtract_freed(self) -> None:
-        while self._gone:
-            who, nbytes = self._gone.pop()
+        while self._freed:
+            who, nbytes = self._freed.pop()
             self._now[who] -= nbytes
 
     @contextmanager
@@ -121,11 +121,11 @@ class StorageTracker(TorchDispatchMode):
 
     def has_counted(self, x: Tensor) -> bool:
         where = _identify_storage(x)
-        return any(key[1] == where for key in self._there)
+        return any(key[1] == where for key in self._counted_storages)
 
     def _note_freed(self, key: tuple[int, int], nbytes: int, _: object = None) -> None:
-        if self._there.pop(key, None) is not None:
-            self._gone.append((key[0], nbytes))
+        if self._counted_storages.pop(key, None) is not None:
+            self._freed.append((key[0], nbytes))
 
 
 def count_arrived(x: object) -> None:

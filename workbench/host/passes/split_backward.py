@@ -21,7 +21,7 @@ class SplitBackward:
     def __init__(self, made: Tensor, x: Tensor, params: Iterable[nn.Parameter]) -> None:
         self._made, self._x = made, x
         self._params = [p for p in params if p.requires_grad]
-        self._came: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._gradients_of_node: dict[Node, tuple[Tensor | None, ...]] = {}
         self._grad: Tensor | None = None
         self._hanging = _find_branches(made, x, self._params)
 
@@ -43,7 +43,7 @@ class SplitBackward:
                 self._made.backward(self._grad, inputs=self._params)
             return
         for node, params in self._hanging.items():
-            grads = self._came.pop(node, ())
+            grads = self._gradients_of_node.pop(node, ())
             edges = [(GradientEdge(node, k), grad) for k, grad in enumerate(grads) if grad is not None]
             if edges:
                 torch.autograd.backward([edge for edge, _ in edges], [grad for _, grad in edges], inputs=params)
@@ -52,7 +52,7 @@ class SplitBackward:
             self._made.backward(self._grad, inputs=beside)
 
     def _note_gradients(self, node: Node, grads: Sequence[Tensor | None]) -> None:
-        self._came[node] = tuple(grads)
+        self._gradients_of_node[node] = tuple(grads)
 
 
 def _find_branches(made: Tensor, x: Tensor, params: list[nn.Parameter]) -> dict[Node, list[nn.Parameter]] | None:

@@ -16,7 +16,7 @@ LINES = ({"color": theme.INK, "width": 2}, {"color": theme.VERMILLION, "width": 
 REDRAW_GROWTH = 1.02  # growth of a live run before another drawing
 
 
-class TwoRuns(View):
+class ComparedRuns(View):
     """This run and `run.beside`. Both start at their first steps."""
 
     name: ClassVar[str] = "beside"
