@@ -65,7 +65,7 @@ def is_closed(s: socket.socket) -> bool:
 def messages_still_pass(boxes: list[Mailbox]) -> None:
     boxes[1].send(torch.full((2,), 5.0), 0, "x")
     got = boxes[0].recv(torch.empty(2), 1, "x")
-    assert got is not None and got[0].tolist() == [5.0, 5.0] and boxes[0].gone == set()
+    assert got is not None and got[0].tolist() == [5.0, 5.0] and boxes[0].closed_ranks == set()
 
 
 HUGE = FRAME_HEAD.pack(1, 1, 0, -1, 0.0, 0.0, 2**62)
@@ -193,7 +193,7 @@ def test_a_rank_that_is_turned_away_calls_again_while_messages_pass(boxes: list[
     boxes[0].send(torch.ones(2), 1, "y")
     assert boxes[1].recv(torch.empty(2), 0, "y") is not None and not boxes[0].heard_from
     opened.set()
-    assert until(lambda: boxes[0].heard_from == {1}) and boxes[1].gone == set()
+    assert until(lambda: boxes[0].heard_from == {1}) and boxes[1].closed_ranks == set()
     assert boxes[0].recv(torch.empty(2), 1, "x") is not None
     assert min(b - a for a, b in pairwise(turned)) > sockets.FIRST_REDIAL_DELAY, "it does not press"
 
@@ -205,5 +205,5 @@ def test_a_rank_that_is_always_turned_away_gives_up(boxes: list[Mailbox], monkey
         boxes[0].send(torch.ones(1), 1, "x")
         for _ in range(5):
             listener.accept()[0].close()
-        assert until(lambda: boxes[0].gone == {1})
+        assert until(lambda: boxes[0].closed_ranks == {1})
     assert sum(sockets.find_retry_delay(k) for k in range(1, 400)) == pytest.approx(20.0, abs=1.0)

@@ -69,7 +69,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Fo
     for one in forked:
         one.kill()
     process.kill()
-    assert until(lambda: server.over, BOUND)
+    assert until(lambda: server.is_over, BOUND)
     process.wait(BOUND)
 
 
@@ -129,7 +129,7 @@ def test_a_server_ends_after_its_engines_and_forks_no_more(served: Any, how: str
     one.send_signal(signal.SIGTERM)
     assert one.wait(BOUND) == -signal.SIGTERM
     assert server.process.wait(BOUND) == 0
-    assert until(lambda: server.over, BOUND)
+    assert until(lambda: server.is_over, BOUND)
 
 
 def test_a_failed_fork_affects_no_other_engine(served: Any, tmp_path: Path) -> None:
@@ -160,7 +160,7 @@ def test_engines_outlive_a_killed_server_and_their_exit_is_unknown(served: Any) 
         one.wait(0.05)
     os.kill(one.pid, signal.SIGKILL)
     assert one.wait(BOUND) is None
-    assert until(lambda: server.over, BOUND)
+    assert until(lambda: server.is_over, BOUND)
     assert fork("engine 1").wait(BOUND) == fork_server.NEVER_FORKED, "nobody forks it"
 
 
@@ -231,7 +231,7 @@ def test_a_new_server_replaces_a_terminated_one(owned: LabProcesses) -> None:
     first, server = owned.started["engine 0"], owned.started["engines"]
     assert until(lambda: first.pid > 0, BOUND)
     server.send_signal(signal.SIGTERM)
-    assert until(lambda: owned._server is not None and owned._server.over, BOUND)
+    assert until(lambda: owned._server is not None and owned._server.is_over, BOUND)
     owned.start_engine(1)
     second = owned.started["engine 1"]
     assert until(lambda: second.pid > 0, BOUND) and owned.started["engines"] is not server

@@ -259,8 +259,8 @@ class Cluster(ClusterState):
     def _close_connections(self) -> None:
         """The process may have no descriptors left, so sockets close first."""
         self.closed = True
-        self.spares.over.set()
-        self.renewal.over.set()
+        self.spares.end_event.set()
+        self.renewal.end_event.set()
         for part in (self.health, self.row_subscriber, self._rpc):
             if part:
                 part.close()

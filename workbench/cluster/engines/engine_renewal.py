@@ -51,7 +51,7 @@ class EngineRenewal:
     def __init__(self, cluster: ClusterState, health: ProcessHealth) -> None:
         self.cluster, self._health = cluster, health
         self.starts_ahead, self.trouble = True, ""
-        self.over = threading.Event()
+        self.end_event = threading.Event()
         self._unranked: list[int] = []  # ipyparallel ids of engines without a rank
         self._lock = threading.Lock()
 
@@ -68,10 +68,10 @@ class EngineRenewal:
                 with self._lock:
                     self._start_engines(len(live.ranks))
             live.over.wait()
-            if not self.over.wait(PAUSE_AFTER_RUN):
+            if not self.end_event.wait(PAUSE_AFTER_RUN):
                 self.replace_used(live.ranks, leads=False)
         except Exception as error:
-            if not self.over.is_set():
+            if not self.end_event.is_set():
                 self.trouble = f"engines that have run a script or a loop are not replaced yet: {text_of(error)}"
 
     def replace_used(self, ranks: Sequence[int], leads: bool) -> None:
@@ -143,7 +143,7 @@ class EngineRenewal:
                 self._health.unregister_engine(engine)
             admitted, until = dict[tuple[str, int], int](), time.monotonic() + START_TIMEOUT
             while not all((engine.host, engine.pid) in admitted for engine in old):
-                if self.over.wait(POLL_INTERVAL) or time.monotonic() > until:
+                if self.end_event.wait(POLL_INTERVAL) or time.monotonic() > until:
                     raise ClusterError(_describe_late([e for e in old if (e.host, e.pid) not in admitted]))
                 for number in set(cluster.client.ids) - known:
                     known.add(number)

@@ -30,13 +30,13 @@ class SpareEngines:
         self.list_used_ranks: Callable[[], Collection[int]] = lambda: range(cluster.ranks)
         self.trouble = ""
         self.warm_ranks: set[int] = set()
-        self.over = threading.Event()
+        self.end_event = threading.Event()
         self._missing_since: float | None = None
         self._failures = 0
 
     def start_watch(self) -> None:
         if self.count:
-            SupervisedThread("spare engines", self._check_spares, self.over).start()
+            SupervisedThread("spare engines", self._check_spares, self.end_event).start()
 
     def list_idle(self) -> list[int]:
         used, cluster = self.list_used_ranks(), self.cluster
@@ -57,7 +57,7 @@ class SpareEngines:
             self._missing_since = time.monotonic()
         elif not self.warm_ranks or time.monotonic() - self._missing_since > PAUSE_BETWEEN_STARTS:
             self._add_spares(missing)
-        self.over.wait(POLL_INTERVAL)
+        self.end_event.wait(POLL_INTERVAL)
 
     def _add_spares(self, missing: int) -> None:
         if why := find_start_obstacle(self.cluster, missing):

@@ -121,7 +121,7 @@ class ForkServer:
     def __init__(self, process: subprocess.Popen[bytes], noted: Callable[[str, list[float]], None]) -> None:
         self.process, self._note_process = process, noted
         self.env = dict(os.environ)
-        self.over = False
+        self.is_over = False
         self._ordered_engines: dict[str, ForkedEngine] = {}
         self._by_pid: dict[int, ForkedEngine] = {}
         self._lock = threading.Lock()
@@ -133,7 +133,7 @@ class ForkServer:
                  "env": {**self._changed_environment(), **env}}  # fmt: skip
         with self._lock:
             self._ordered_engines[engine.engine_name] = engine
-            if self.over or self.process.stdin is None:
+            if self.is_over or self.process.stdin is None:
                 return engine.take_code(NEVER_FORKED)
             with contextlib.suppress(BrokenPipeError):  # its end shows on the other pipe
                 self.process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -172,7 +172,7 @@ class ForkServer:
     def _no_more(self, code: int) -> None:
         """Closes the server. Engines not yet forked count as ended."""
         with self._lock:
-            self.over = True
+            self.is_over = True
             with contextlib.suppress(OSError):
                 self.process.stdin.close()  # type: ignore[union-attr]
             for engine in self._ordered_engines.values():

@@ -154,7 +154,7 @@ class LabProcesses:
         return child
 
     def _fork_engine(self, what: str, arguments: list[str], env: dict[str, str]) -> None:
-        if self._server is None or self._server.over:
+        if self._server is None or self._server.is_over:
             self._server = ForkServer(
                 self._spawn_process("engines", [], {**env, **NO_THREADS_ENVIRONMENT}, pipes=True), self._note_process
             )

@@ -14,18 +14,19 @@ _log = logging.getLogger(__name__)
 
 
 class SupervisedThread:
-    """Calls `look()` until `over` is set, and then `last()`. Logs an error and continues.
+    """Calls `poll()` until `end_event` is set, and then `finish()`. Logs an error and continues.
 
-    said: called with each error; the log does not repeat a text
+    report_error: called with each error; the log does not repeat a text
     """
 
     def __init__(
-        self, name: str, look: Callable[[], object], over: threading.Event,
-        said: Callable[[BaseException], object] = lambda error: None, last: Callable[[], object] = lambda: None,
+        self, name: str, poll: Callable[[], object], end_event: threading.Event,
+        report_error: Callable[[BaseException], object] = lambda error: None,
+        finish: Callable[[], object] = lambda: None,
     ) -> None:  # fmt: skip
-        self.look, self.over, self.said, self.last = look, over, said, last
+        self.poll, self.end_event, self.report_error, self.finish = poll, end_event, report_error, finish
         self._logged = ""
-        self._thread = threading.Thread(target=self._go, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> SupervisedThread:
         self._thread.start()
@@ -40,20 +41,20 @@ class SupervisedThread:
     def alive(self) -> bool:
         return self._thread.is_alive()
 
-    def _go(self) -> None:
-        while not self.over.is_set():
+    def _run(self) -> None:
+        while not self.end_event.is_set():
             try:
-                self.look()
+                self.poll()
             except BaseException as error:  # nothing may end this thread
-                self._tell(error)
-                self.over.wait(PAUSE_AFTER_ERROR)
-        self.last()
+                self._note_error(error)
+                self.end_event.wait(PAUSE_AFTER_ERROR)
+        self.finish()
 
-    def _tell(self, error: BaseException) -> None:
+    def _note_error(self, error: BaseException) -> None:
         if (text := said(error)) != self._logged:
             self._logged = text
             _log.error("%s: one poll failed; polling goes on", self._thread.name, exc_info=error)
         try:
-            self.said(error)
+            self.report_error(error)
         except BaseException:
             _log.exception("%s: its report was not accepted", self._thread.name)

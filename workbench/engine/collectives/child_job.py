@@ -36,22 +36,22 @@ class ChildJob:
     """A child under way."""
 
     __slots__ = (
-        "after",
         "asked",
         "began",
-        "by",
         "child",
         "done",
         "error",
         "event",
         "flight",
-        "held",
+        "kept_arguments",
         "measures",
         "name",
         "number",
+        "optimizer_settings",
         "priority",
         "resumed",
         "share",
+        "start_event",
         "step",
         "value",
     )
@@ -77,13 +77,13 @@ class ChildJob:
         self.flight: PendingCollective | None = None
         self.resumed = self.began = asked  # when its last op was answered, and when it went on
         self.measures = False  # whether its last op is part of a measurement
-        self.by = by  # the optimizer's settings at its start
-        self.after: Any = None  # on a GPU: the event after which it may begin
+        self.optimizer_settings = by  # at its start
+        self.start_event: Any = None  # on a GPU: the event after which it may begin
         self.event: Any = None  # on a GPU: the event after which it is over
-        self.held: Any = None  # on a GPU: its arguments, kept until it is over
+        self.kept_arguments: Any = None  # on a GPU: until it is over
 
     def keep_arguments(self, after: Any, held: Any) -> None:
-        self.after, self.held = after, held
+        self.start_event, self.kept_arguments = after, held
 
     def resume(self, now: Any) -> None:
         self.resumed = self.began = now

@@ -174,7 +174,7 @@ class Lane(CollectiveIssuer):
         if failed is not None:
             return self._end_job(job, failed)
         try:
-            with torch.no_grad(), self.chip.use_stream(self._stream, job.after):
+            with torch.no_grad(), self.chip.use_stream(self._stream, job.start_event):
                 try:
                     self._drive_child(job, finish)
                 except BaseException as error:

@@ -186,7 +186,7 @@ class Background:
                 break
             if self.run.leaving.is_set():
                 raise Aborted("left a background")
-        if self.run.mailbox.gone:  # this rank's step raises an error at its end
+        if self.run.mailbox.closed_ranks:  # this rank's step raises an error at its end
             self._idle.set()
         self._news.clear()
         flag = torch.tensor([not self._idle.is_set()], dtype=torch.int32)

@@ -102,8 +102,9 @@ class Rendezvous:
             if run.leaving.is_set():
                 raise Aborted("told to leave")
             self.check_background()
-            if not self.strategy.lockstep and run.mailbox.gone:
-                raise ConnectionError(f"Connection closed by peer: rank {run.rank.number(min(run.mailbox.gone))}")
+            if not self.strategy.lockstep and run.mailbox.closed_ranks:
+                closed = run.rank.number(min(run.mailbox.closed_ranks))
+                raise ConnectionError(f"Connection closed by peer: rank {closed}")
             if (
                 not self.strategy.lockstep and run.peers.has_lost_peer()
             ):  # a peer that had sent this rank no message yet

@@ -78,7 +78,7 @@ class Mailbox:
         self.port, self.leaving, self.span, self.local = port, leaving, span, local
         self.report_strangers, self.check_peers = report_strangers, check_peers
         self.page, self.meet, self.received_count, self.posted_count = 0, -1, 0, 0
-        self.gone: set[int] = set()  # ranks that have closed their end
+        self.closed_ranks: set[int] = set()  # that have closed their end
         self.heard_from: set[int] = set()  # with an open line to this one
         self._drop_reasons: dict[int, str] = {}  # why this rank dropped a rank, if it did
         self._trouble: Exception | None = None  # an error of the mailbox's thread
@@ -197,8 +197,8 @@ class Mailbox:
                 if self._trouble is not None:
                     text = f"rank {self.number(self.rank)}'s messages failed: {self._trouble!r}"
                     raise RuntimeError(text) from self._trouble
-                if self.gone and (source is None or source in self.gone):
-                    gone = source if source is not None else min(self.gone)
+                if self.closed_ranks and (source is None or source in self.closed_ranks):
+                    gone = source if source is not None else min(self.closed_ranks)
                     if gone in self._drop_reasons:
                         line = f"rank {self.number(gone)}'s line to rank {self.number(self.rank)}"
                         raise StrategyError(f"{line} was closed: {self._drop_reasons[gone]}")
@@ -285,7 +285,7 @@ class Mailbox:
     def mark_gone(self, rank: int, why: str = "") -> None:
         """why: the reason, if this rank closed the line"""
         with self._news:
-            self.gone.add(rank)
+            self.closed_ranks.add(rank)
             if why:
                 self._drop_reasons[rank] = why
             self._news.notify_all()

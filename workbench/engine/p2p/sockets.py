@@ -70,7 +70,7 @@ class SenderEnd:
             self._handle_loss(OSError(failed, "no connection"))
 
     def _append_frame(self, head: bytes, data: bytes | bytearray, written: Callable[[], None]) -> None:
-        if self.to in self.mailbox.gone or self._is_over:
+        if self.to in self.mailbox.closed_ranks or self._is_over:
             return
         self._queue.append((memoryview(head), _do_nothing))
         self._queue.append((memoryview(data), written))

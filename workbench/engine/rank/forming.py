@@ -58,7 +58,7 @@ def undo_forming(session: SessionState, error: BaseException) -> bool:
             membership.report_gone(forming.open_store(session, 1.0), forming.place)
     session.leaving.set()
     session.cut_connections()
-    before, after = forming.was["training"], session.training
+    before, after = forming.former_fields["training"], session.training
     if before is None:
         if broke:
             raise NotNeeded(_explain_leaving(forming)) from None
@@ -79,7 +79,7 @@ def _has_broken(session: SessionState, forming: FormingGeneration, error: BaseEx
         return False
     if is_peer_loss(error, text_of(error)):
         return True
-    if isinstance(error, RankDisagreement) and len(forming.to.came.members) > len(forming.to.came.places):
+    if isinstance(error, RankDisagreement) and len(forming.to.membership.members) > len(forming.to.membership.places):
         return True
     try:  # while wires open, and after a peer has left, the error can have any text
         membership.require_alive(forming.open_store(session, 1.0), range(len(forming.to.processes)))
@@ -115,7 +115,7 @@ def _vote_again(session: SessionState, forming: FormingGeneration) -> None:
 
 
 def _explain_leaving(forming: FormingGeneration) -> str:
-    came = forming.to.came
+    came = forming.to.membership
     old = range(len(came.places))
     if not any(membership.is_process_alive(json.dumps(forming.to.processes[place])) for place in old):
         return (
@@ -129,7 +129,7 @@ def _answer_undone(session: SessionState, undone: NextGeneration | None) -> None
     """Answers a request for ranks that did not come because a rank was lost in the join."""
     if undone is None or "id" not in undone.mark or undone.mark["preempted"]:
         return
-    ranks = len(undone.came.members)
+    ranks = len(undone.membership.members)
     reason = f"ranks={ranks}: a rank or a connection was lost in the join; ask again"
     refusal = {"path": "ranks", "value": ranks, "id": undone.mark["id"], "reason": reason}
     session.mark("refused", refusal)

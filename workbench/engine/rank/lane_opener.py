@@ -62,4 +62,4 @@ class LaneOpener:
     def _perform_wireless(self, op: Op, job: ChildJob) -> Any:
         if op.verb == "update" and op.args[2] != "host":
             raise StrategyError("a child requested an update on the device: request it in `step`, or with on='host'")
-        return self._away.perform_op(op, job.step, job.by)
+        return self._away.perform_op(op, job.step, job.optimizer_settings)

@@ -125,7 +125,7 @@ def _check_leaving(session: SessionState, store: Any = None) -> None:
 def _make_invitation(session: SessionState, training: RankTraining, to: NextGeneration) -> dict[str, Any]:
     planned = [change.plain() for change in training.queue.planned if isinstance(change, Change)]
     steps = [change.at_step for change in training.queue.planned if isinstance(change, Change)]
-    return {**to._asdict(), "came": to.came._asdict(), "experiment": to.experiment.plain(),
+    return {**to._asdict(), "membership": to.membership._asdict(), "experiment": to.experiment.plain(),
             "turn": session.generation_number, "asked": [], "planned": planned, "steps": steps}  # fmt: skip
 
 
@@ -142,9 +142,9 @@ def await_invitation(session: SessionState) -> NextGeneration:
     planned, steps = said.pop("planned"), said.pop("steps")
     changes = [Change.read(plain, step) for plain, step in zip(planned, steps, strict=True)]
     session.accept_invitation(said.pop("turn"), changes)
-    came = Membership(*(tuple(x) if isinstance(x, list) else x for x in said.pop("came").values()))  # type: ignore[arg-type]
+    came = Membership(*(tuple(x) if isinstance(x, list) else x for x in said.pop("membership").values()))  # type: ignore[arg-type]
     return NextGeneration(
-        came=came, experiment=Experiment.read(said.pop("experiment"), session.began_with.task), **said
+        membership=came, experiment=Experiment.read(said.pop("experiment"), session.began_with.task), **said
     )
 
 

@@ -43,16 +43,16 @@ class FormingGeneration:
 
     to:    how it begins
     place: this rank's place in it; None: this rank is not needed and only waits
-    was:   the session's values of GENERATION_FIELDS
+    former_fields: the session's values of GENERATION_FIELDS
     state: this rank's former state; None for a new rank, and until the ranks have met
     marks: rows of the record that count only if the generation forms
     """
 
     def __init__(self, session: SessionState, to: NextGeneration) -> None:
-        members = to.came.members
+        members = to.membership.members
         self.to, self.began = to, session.clock.now()
         self.place = members.index(session.member) if session.member in members else None
-        self.was = {name: getattr(session, name) for name in GENERATION_FIELDS}
+        self.former_fields = {name: getattr(session, name) for name in GENERATION_FIELDS}
         self.state: StateBefore | None = None
         self.marks: list[tuple[int, str, float, str]] = []
         self.name = f"{session.run_id}+{session.generation_number}"
@@ -65,7 +65,7 @@ class FormingGeneration:
 
     def await_ranks(self, session: SessionState, what: str) -> None:
         """Waits until all ranks of the next generation have reported `what`. Raises ConnectionError if one is lost."""
-        members, see = self.to.came.members, partial(check_leaving, session)
+        members, see = self.to.membership.members, partial(check_leaving, session)
         membership.await_reports(self.open_store(session), what, self.place, self.to.processes, see, members)
 
 
@@ -197,7 +197,7 @@ class SessionState(ABC):
     @property
     def counted_members(self) -> tuple[int, ...]:
         """The ranks to report if they are lost: the members, and ranks with a join that was undone."""
-        undone = self.undone.came.members if self.undone is not None else ()
+        undone = self.undone.membership.members if self.undone is not None else ()
         return (*self.members, *(m for m in undone if m not in self.members))
 
     @property
@@ -251,7 +251,7 @@ class SessionState(ABC):
 
     def enter_generation(self, forming: FormingGeneration, rank: Rank, used: int) -> None:
         """Takes the fields of the next generation, whose ranks have met."""
-        self.rank, self.members, self.leaving = rank, forming.to.came.members, LeaveEvent()
+        self.rank, self.members, self.leaving = rank, forming.to.membership.members, LeaveEvent()
         self.generation = self.voting = forming.name
         self.began_with, self.used = forming.to.experiment, used
 
@@ -262,7 +262,7 @@ class SessionState(ABC):
         return undone
 
     def restore_generation(self, forming: FormingGeneration) -> None:
-        for name, value in forming.was.items():
+        for name, value in forming.former_fields.items():
             setattr(self, name, value)
 
     def begin_vote(self, undone: NextGeneration) -> str:

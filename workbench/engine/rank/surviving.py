@@ -118,22 +118,23 @@ def begin_generation(session: SessionState, to: NextGeneration) -> Membership:
     if forming.place is None:
         forming.await_ranks(session, "formed")
         session.end_forming()
-        count = len(to.came.members)
-        raise NotNeeded(f"the others went on from step {to.came.step} as {count} ranks, without this one")
+        count = len(to.membership.members)
+        raise NotNeeded(f"the others went on from step {to.membership.step} as {count} ranks, without this one")
     before = session.training
-    came = to.came
+    came = to.membership
     rank = Rank(
         forming.place, len(came.members), to.experiment.seed, step=came.step, lr=session.rank.lr, members=came.members
     )
     if before is not None:
         forming.keep_state(before)
         leaving.hand_down_state(before, rank, to)
-    back = open_former(to.came.salvaged.saved) if to.came.salvaged and to.came.salvaged.saved else None
+    salvaged = to.membership.salvaged
+    back = open_former(salvaged.saved) if salvaged and salvaged.saved else None
     session.enter_generation(forming, rank, back.used if back else to.used)
     training = session.make_training(before)
     training.continue_run(to, before, back)
     generation.begin_generation(training)
-    return to.came
+    return to.membership
 
 
 def make_survivor(session: SessionState) -> RemainingRank:

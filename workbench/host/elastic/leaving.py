@@ -101,7 +101,7 @@ class StateBefore:
         self.settings |= {"queue": run.queue.copy(), "rate": copy(run.rate)}
         self.optimizer = run.optimizer
         self.whole: Boundary | None = None
-        if to.came.salvaged is not None:  # nothing changes the values in `bounds`
+        if to.membership.salvaged is not None:  # nothing changes the values in `bounds`
             return
         if has_parts(run.experiment):  # the ranks have assembled, so the newest boundary is whole
             bounds = [copy_boundary(b) for b in run.carried.bounds]
@@ -144,9 +144,9 @@ def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> N
     """Hands down `before`, the same rank in the previous generation."""
     rank.memory.copy_from(before.rank.memory)
     replan_changes(before, to.changes)
-    if (salvaged := to.came.salvaged) is None:
-        if rank.id in to.came.trained:
-            _count_ranks_behind(before, to.came)
+    if (salvaged := to.membership.salvaged) is None:
+        if rank.id in to.membership.trained:
+            _count_ranks_behind(before, to.membership)
         return _adopt_settings(before, to.experiment, rank.step)
     found = _find_boundary(before, salvaged, rank.id)
     own = None if found is None else copy_boundary(found)
@@ -154,7 +154,7 @@ def hand_down_state(before: GenerationView, rank: Rank, to: NextGeneration) -> N
     rank.memory.begin_anew()
     if own is not None:  # even if it had slices
         rank.memory.buffers.update(own.widen_memory(before.model, before.experiment.compressor))
-    _allocate_model(before, to.experiment, to.came.step)
+    _allocate_model(before, to.experiment, to.membership.step)
 
 
 def replan_changes(run: GenerationView, changes: int) -> None:

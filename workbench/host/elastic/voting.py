@@ -138,7 +138,7 @@ class NextGeneration(NamedTuple):
     used:       examples used up
     """
 
-    came: Membership
+    membership: Membership
     experiment: Experiment
     changes: int
     done: Done

@@ -68,7 +68,7 @@ class Generations:
             to = self._plan_growth() if self.world.parted is not None else self._plan_survival()
             if to is None:
                 return sessions
-            sessions, came = self._begin_generation(to), to.came
+            sessions, came = self._begin_generation(to), to.membership
 
     # -- lost ranks --
 
@@ -93,7 +93,7 @@ class Generations:
             self._fail_run(str(error))
             return None
         if to.experiment.on_death == "replace":
-            self._coming += [world.clock.now + REPLACEMENT_SECONDS] * (world.size - len(to.came.members))
+            self._coming += [world.clock.now + REPLACEMENT_SECONDS] * (world.size - len(to.membership.members))
         for session in left:
             if session.member in to.mark["spare"]:
                 session.mark_end("stopped")
@@ -161,7 +161,7 @@ class Generations:
     # -- the next generation --
 
     def _begin_generation(self, to: NextGeneration) -> list[Session]:
-        before, came = self.world, to.came
+        before, came = self.world, to.membership
         planned = [c for c in before.sessions[came.places[0]].queue.planned if isinstance(c, Change)]
         lost = before.parted is None
         size, now = len(came.members), before.clock.now + (VOTE_SECONDS if lost else 0.0)
@@ -178,7 +178,7 @@ class Generations:
         return sessions
 
     def _make_session(self, before: VirtualWorld, world: VirtualWorld, place: int, to: NextGeneration) -> Session:
-        came, e = to.came, to.experiment
+        came, e = to.membership, to.experiment
         if place >= len(came.places):
             return Session(world, place, e, self._made(e, place), None, to)
         was = before.sessions[came.places[place]]

@@ -65,7 +65,7 @@ class Session(Reconfigurable):
         """before: this rank in the previous generation; to: how this generation begins, None for the first"""
         self.world, self.body, self.member = world, body, world.members[index]
         self.rank = Rank(
-            index, world.size, experiment.seed, step=to.came.step if to else 0,
+            index, world.size, experiment.seed, step=to.membership.step if to else 0,
             lr=before.rank.lr if before else experiment.lr or rate(body.optimizer),
             members=tuple(world.members) if len(world.members) == world.size else (),
             density=world.costs.density if world.costs else None,
