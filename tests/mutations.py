@@ -445,7 +445,7 @@ _FAULTS = (  # mistakes that existed before outside faults were handled
            "a few MB give an alarm"),
     Mutant("growth: the newest readings are not looked at alone", "engine/record/leak_detector.py",
            " or find_growth(steps[half:], mb[half:])", "", GROWS, "a leak that begins late is not told"),
-    Mutant("growth: it is told again and again", "engine/record/leak_detector.py", "self._told = True", "pass", GROWS,
+    Mutant("growth: it is told again and again", "engine/record/leak_detector.py", "self._has_reported = True", "pass", GROWS,
            "one note becomes many"),
     Mutant("hang: who waits in the script's collective is blamed", "cluster/observe/hang_diagnosis.py",
            "if (past := _went_past(table)) is not None:", "if (past := None) is not None:", HUNG,

@@ -187,7 +187,7 @@ def test_rows_that_a_message_lost_come_from_disk_before_later_ones_pass() -> Non
     reached = 20
     gaps.put_batch(row_encoding.RowBatch("g", "spans", 0, 30, spans(30, 5)))
     assert passed == [0, 10, 20, 30]
-    assert gaps.next["spans", 0] == 35
+    assert gaps.next_seq["spans", 0] == 35
 
 
 def test_a_gap_between_rows_that_wait_is_filled_too() -> None:

@@ -198,7 +198,7 @@ def test_a_ranks_first_report_of_its_end_counts(clock: Clock) -> None:
 def came(live: RunController, rank: int, step: int, t: float, name: str, detail: dict[str, Any]) -> None:
     """Delivers a rank's next mark."""
     row = columns_of("marks", [(rank, step, name, t, json.dumps(detail))])
-    live.take_batch(RowBatch("g", "marks", rank, live.reorder_buffer.next["marks", rank], row))
+    live.take_batch(RowBatch("g", "marks", rank, live.reorder_buffer.next_seq["marks", rank], row))
 
 
 def test_a_second_nan_is_judged_by_the_watchers_at_that_time() -> None:

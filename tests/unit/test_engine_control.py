@@ -279,7 +279,7 @@ def test_a_change_during_an_evaluation_acts_before_the_next_step() -> None:
 
 def test_ranks_do_not_reread_entries_of_closed_groups(three: list[Session]) -> None:
     """A rank that opens a meeting point reads and keeps all entries: they must not grow with changes."""
-    where, port = three[0].where
+    where, port = three[0].store_address
     largest, files = [], []
     for k in range(12):
         value = {"HierarchicalLocalSGD": {"group": 3 if k % 2 else 1, "every": 2, "group_every": 1}}

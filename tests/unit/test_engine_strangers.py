@@ -92,7 +92,7 @@ def test_a_strangers_connection_is_closed_and_counted_and_messages_pass(boxes: l
 
 def test_a_proof_is_invalid_a_second_time_or_at_another_rank(boxes: list[Mailbox]) -> None:
     mine = os.urandom(greeting.NONCE_BYTES)
-    here, there = boxes[0].door.address, boxes[1].door.where
+    here, there = boxes[0].door.address, boxes[1].door.address
     with stranger(boxes[0]) as s:
         good = greeting.make_proof(SECRET, b"caller", 1, 0, here, s.recv(greeting.NONCE_BYTES), mine)
         s.sendall(greeting.HELLO_STRUCT.pack(1, mine, good))

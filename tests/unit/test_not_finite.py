@@ -375,7 +375,7 @@ def following(policy: str = "auto", watched: bool = False, ranks: int = 2) -> Ru
 def came(live: RunController, rank: int, step: int, t: float, name: str, **detail: Any) -> None:
     """Delivers a rank's next mark."""
     row = columns_of("marks", [(rank, step, name, t, json.dumps({"rank": rank, **detail}))])
-    live.take_batch(RowBatch("g", "marks", rank, live.reorder_buffer.next["marks", rank], row))
+    live.take_batch(RowBatch("g", "marks", rank, live.reorder_buffer.next_seq["marks", rank], row))
 
 
 @pytest.mark.parametrize(("policy", "watched", "ends"), [
