@@ -40,7 +40,7 @@ class RpcHandlers:
     def is_busy(self) -> bool: ...
 
     def on_status(self, blob: bytes) -> dict[str, Any]:
-        """Returns the session's status, run_id and rank, whether it is over, and its counts of sent rows.
+        """Returns the session's status, run id and rank, whether it is over, and its counts of sent rows.
 
         runs: this process's kinds of run, see process_restart.py
         """

@@ -86,7 +86,7 @@ def host_store(host: str = LOOPBACK) -> tuple[Any, str, int]:
 
 
 def connect_store(host: str, port: int, name: str, timeout: float = 60.0) -> Any:
-    """Returns a store that shows only the keys of one generation."""
+    """Returns a store that shows only the keys under `name`, such as a generation's."""
     limit = timedelta(seconds=timeout)
     if port:
         store: Any = dist.TCPStore(host, port, is_master=False, timeout=limit)
@@ -97,7 +97,7 @@ def connect_store(host: str, port: int, name: str, timeout: float = 60.0) -> Any
 
 
 def make_meeting_path(host: str, name: str) -> str:
-    """The name has a digest, because `generation` may not fit a file name."""
+    """The name has a digest, because `name` may not fit a file name."""
     return f"{host}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
 
 

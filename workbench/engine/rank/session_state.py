@@ -80,6 +80,8 @@ class SessionState(ABC):
 
     training: the loop with all its parts, as soon as every rank has made its own
     member:   this rank's number, the same in all generations; members: the numbers of all members, by place
+    run_id:   the run's name in the store, and its first generation's name
+    generation_number: how many generations came before
     rank, generation, leaving: of the present generation, which ends when a rank is lost
     voting:   the store in which the members vote; undone: the plan of a next generation that did not form
     report:   this rank's report since it left its generation, until the next has formed
@@ -116,7 +118,7 @@ class SessionState(ABC):
         self.undone: NextGeneration | None = None
         self.report: RankReport | None = None
         self.used = 0
-        self.generation_number = 0  # generations before this one
+        self.generation_number = 0
         self.joins, self.owns_process = joins, owns_process
         self.device, self.kind, self.loopback = device, kind, loopback
         self.clock = Clock(epoch)
@@ -131,7 +133,7 @@ class SessionState(ABC):
         self.stopping = False
         self.phase = "starting"
         self.error: dict[str, Any] | None = None
-        self.setup_began_at = time.monotonic()  # when set-up began
+        self.setup_began_at = time.monotonic()
         self.wires: list[Wire] = []
         self.files: list[Path] = []
         self.children = ChildProcesses()
