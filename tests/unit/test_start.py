@@ -65,3 +65,11 @@ def test_code_of_an_explanation_runs_and_the_page_is_short(page: Path, capsys: p
         names: dict[str, Any] = {}
         exec(block, names)
         assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.parametrize("page", EXPLAIN, ids=lambda page: page.stem)
+def test_functions_that_an_explanation_links_are_in_the_linked_file(page: Path) -> None:
+    for names, file in re.findall(r"\[(`[^\]]+`)\]\(([^)]+\.py)\)", page.read_text()):
+        text = (page.parent / file).read_text()
+        for name in re.findall(r"`(?:\w+\.)?(\w+)`", names):
+            assert re.search(rf"def {name}\b", text), (name, file)
