@@ -148,9 +148,9 @@ def lacks(owner: type[Any] | None, method: Method) -> list[str]:
 
 def undescribed(owner: type[Any]) -> list[str]:
     """Returns the parameters of a class's constructor that neither its docstring nor a knob describes."""
-    every = (names for b in bases(owner) for names, _ in terms(inspect.cleandoc(b.__doc__ or "")))
-    told = {name for names in every for name in listed(names)} | {k.name for k in declared_knobs(owner)}
     made = owner.__init__ if inspect.isfunction(owner.__init__) else owner  # a NamedTuple has none of its own
+    every = (names for b in [*bases(owner), made] for names, _ in terms(inspect.cleandoc(b.__doc__ or "")))
+    told = {name for names in every for name in listed(names)} | {k.name for k in declared_knobs(owner)}
     return [name for name in inspect.signature(made).parameters if name != "self" and name not in told]
 
 

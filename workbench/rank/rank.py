@@ -22,7 +22,6 @@ REDUCTIONS = ("sum", "mean", "max", "min")
 class Rank(Data, Elsewhere):
     """Everything that a strategy may see and use. Every verb completes before it returns; `start` overlaps.
 
-    seed:         of this rank's random numbers
     index, size:  this rank and the number of ranks, of the run or of a group
     id:           this rank in the run, for records. An algorithm uses `index`
     members:      by place, the number that each rank keeps for the whole run. (): the place itself
@@ -43,6 +42,10 @@ class Rank(Data, Elsewhere):
 
     def __init__(self, index: int, size: int, seed: int = 0, *, step: int = 0, lr: float = 0.0,
                  members: tuple[int, ...] = (), density: float | None = None) -> None:  # fmt: skip
+        """Hosts call it.
+
+        seed:  of the experiment, for this rank's random numbers
+        """
         self.id = self.index = index
         self.size = size
         self.members = members
