@@ -249,6 +249,14 @@ def with_new_data(model: Any, batch: Batch) -> Tensor:
     return of_all(model, batch)
 
 
+def written_in_place(model: Any, batch: Batch) -> Tensor:
+    """Each forward changes a parameter twice before it is read: once in place, once by other data."""
+    with torch.no_grad():
+        model.a.add_(0.1)
+    model.a.data = model.a.data * 0.9
+    return of_all(model, batch)
+
+
 def scaled_by_hook(model: Any) -> None:
     model.a.register_hook(lambda grad: 3 * grad)
 
@@ -339,6 +347,7 @@ CASES: dict[str, Dynamic] = {
     "loss that reads a value": Dynamic(layers, reads_value, adamw),
     "gradient set to None by hand": Dynamic(two, forget_by_hand, momentum, accumulate=2),
     "data of parameters replaced": Dynamic(three, with_new_data, adamw, writes=True),
+    "a parameter written in each forward": Dynamic(three, written_in_place, momentum, writes=True),
     "hook on a gradient": Dynamic(two, of_all, momentum, prepare=scaled_by_hook),
     "hooks that clip gradients": Dynamic(two, of_all, momentum, prepare=clipped_by_hooks),
 }  # fmt: skip

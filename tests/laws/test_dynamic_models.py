@@ -68,9 +68,19 @@ def test_simulated_ranks_end_with_the_parameters_of_plain_torch(case: str, name:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("name", ["ZeRO3", "HSDP", "HpZ"])
+def test_simulated_shards_keep_what_the_model_writes_into_parameters(name: str, tmp_path: Path) -> None:
+    case = CASES["a parameter written in each forward"]
+    simulate(chosen(case, name, save_every=STEPS, pace=5.0), real=True, checkpoints=tmp_path)
+    (made,) = tmp_path.iterdir()
+    require_same(case, ended(Checkpoint.open(made).model(case.task())), reference(case, RANKS))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.writes])
 @pytest.mark.parametrize("name", [name for name, cls in EXACT.items() if cls.offloads])
-def test_both_hosts_refuse_writes_into_parameters_whose_copy_is_stepped(name: str) -> None:
-    e = chosen(CASES["data of parameters replaced"], name, pace=2.0)
+def test_both_hosts_refuse_writes_into_parameters_whose_copy_is_stepped(name: str, case: str) -> None:
+    e = chosen(CASES[case], name, pace=2.0)
     said = "parameter .: the model has written into it, and the strategy updates a copy on the host or the disk"
     with pytest.raises(StrategyError, match=said):
         simulate(e, real=True)

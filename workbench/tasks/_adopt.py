@@ -43,6 +43,7 @@ def adopt(
     from workbench.tasks._groups import Groups, Schedule
     from workbench.tasks._judged import Model, fitting
     from workbench.tasks._loader_shards import adopt_loader
+    from workbench.tasks._shared_storage import require_own_storage
 
     model = getattr(model, "_orig_mod", model)  # torch.compile's
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
@@ -53,6 +54,7 @@ def adopt(
         raise KnobError(f"model={type(model).__name__}: has no parameters that learn; give one that has")
     if any(type(p.data) is not torch.Tensor for p in model.parameters()):
         raise KnobError(f"model={type(model).__name__}: its parameters are already sharded; adopt it before that")
+    require_own_storage(model)
     if not callable(loss):
         raise KnobError(f"loss={short(loss)}: must be a function (model, batch) or a criterion (output, target)")
     if evaluate is not None and not callable(evaluate):

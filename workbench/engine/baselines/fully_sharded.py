@@ -37,7 +37,7 @@ from workbench.engine.baselines.units import UnitRounds, find_units, find_unshar
 from workbench.engine.collectives.lane import Lane
 from workbench.engine.collectives.wire import Wire
 from workbench.host.placement import unmaterialized
-from workbench.host.placement.parameter_layout import ParameterPlace
+from workbench.host.placement.bucket_groups import ParameterPlace
 from workbench.rank import Op, StrategyError, as_real
 from workbench.tasks import at_rate, rate, same_groups
 

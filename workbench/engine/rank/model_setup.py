@@ -38,6 +38,7 @@ from workbench.host.reconfigure import validation
 from workbench.rank import Op
 from workbench.settings import Change, KnobError
 from workbench.tasks import Learner, rate
+from workbench.tasks._shared_storage import require_own_storage
 
 
 class TaskModel:
@@ -56,6 +57,7 @@ class TaskModel:
         model = learner.model()
         if not isinstance(model, nn.Module):
             raise TypeError(f"task.model() must return a torch Module, not a {type(model).__name__}")
+        require_own_storage(model)
         model = model.to(device).train()
         layout = ParameterLayout(model, e.bucket_mb)
         if not run.session.joins:  # a joining rank receives the other ranks' state
@@ -105,6 +107,7 @@ class ScriptModel:
         torch.manual_seed(e.seed)
         random.seed(e.seed)
         model = learner.model()
+        require_own_storage(model)
         layout = ParameterLayout(model, e.bucket_mb)
         self._take_bucket_size()
         check_model(run.control, model)

@@ -19,9 +19,9 @@ from workbench.host.checkpoint.restore import RestoredState, open_image
 from workbench.host.checkpoint.whole_image import Shares, find_heir, inherit_shares
 from workbench.host.core.dropped_state import find_rule
 from workbench.host.core.rank_view import RankView
+from workbench.host.placement.bucket_groups import ParameterPlace, group_parameters, place_in_order
 from workbench.host.placement.move_state import view_slice
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots
-from workbench.host.placement.parameter_layout import ParameterPlace, group_parameters, place_in_order
 from workbench.host.placement.replica_spread import find_spread
 from workbench.host.placement.strided_slices import StridedSlice
 from workbench.host.reconfigure.changes import has_foreign_residuals

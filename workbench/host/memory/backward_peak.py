@@ -18,7 +18,8 @@ from workbench.host.memory.storages import (
     get_storage,
     walk_nodes,
 )
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.bucket_groups import ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout
 
 Ends = tuple[Tensor | None, ...]
 

@@ -16,7 +16,8 @@ from torch.autograd.graph import Node
 from torch.optim import Optimizer
 
 from workbench.host.placement import unmaterialized
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.bucket_groups import ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Handle, Memory
 
 Storages = dict[int, UntypedStorage]  # by address

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from workbench.host.memory.storages import pack_tensor
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.bucket_groups import ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Part, StrategyError
 
 

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 
 from workbench.experiment import Experiment
 from workbench.host.placement import unmaterialized
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.bucket_groups import ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.optimizers import elementwise
 from workbench.rank import Bucket, StrategyError
 

@@ -6,55 +6,17 @@ its bucket's vector, unless its parameter is a bucket.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from workbench.host.placement.replaced_data import find_replaced, require_like
+from workbench.host.placement.bucket_groups import ParameterPlace, count_elements, group_parameters, place_in_order
+from workbench.host.placement.replaced_data import explain_copied, find_replaced, require_like
 from workbench.host.placement.unmaterialized import UnmaterializedParameter, prevent_fetches
-from workbench.rank import Bucket, Part, StrategyError
-
-SMALL_BYTES = 32_768  # smaller gradients are copied in one call
-ALONE_SHARE = 0.5  # of a bucket, from which a parameter is a bucket
-
-
-class ParameterPlace:
-    """A parameter's place in the buckets."""
-
-    __slots__ = ("alone", "bucket", "filled", "grad", "name", "numel", "param", "round", "small")
-
-    def __init__(self, name: str, param: nn.Parameter) -> None:
-        self.name, self.param, self.numel = name, param, param.numel()
-        self.bucket = 0
-        self.alone = False  # is a bucket
-        self.grad: Tensor | None = None  # gradient's place in the bucket
-        self.small = False  # gradient is copied with others
-        self.round = 0  # of the backward that made its gradient
-        self.filled = False  # gradient is zeros so far
-
-    def point_into(self, index: int, view: Tensor) -> None:
-        """Makes the parameter a view of bucket `index`."""
-        self.param.data, self.bucket = view, index
-
-    def begin_bucket(self, size: int) -> None:
-        """Decides how its gradient reaches a bucket of `size` parameters, which has no memory yet."""
-        nbytes = self.param.element_size() * self.numel
-        self.grad, self.alone, self.small = None, size == 1, size > 1 and nbytes <= SMALL_BYTES
-
-    def place_gradient(self, whole: Tensor, part: Part) -> None:
-        """Places its gradient in `whole`, the gradients of its bucket."""
-        self.grad = whole[part.start : part.stop].view(self.param.shape)
-
-    def release_gradient(self) -> None:
-        """Lets go of its bucket's memory."""
-        self.grad = None
-
-    def note_filled(self) -> None:
-        """Notes that its gradient begins as zeros if it has none."""
-        self.filled = self.param.grad is None
+from workbench.rank import Bucket, Part
 
 
 class ParameterLayout:
@@ -119,7 +81,7 @@ class ParameterLayout:
         at: dict[torch.dtype, int] = {}
         for index, group in enumerate(self.groups):
             dtype, parts = group[0].param.dtype, tuple(place_in_order(group))
-            n, gone = _count_elements(group), shards and not self.keeps_values
+            n, gone = count_elements(group), shards and not self.keeps_values
             whole = torch.full((1 if gone else n,), torch.nan, dtype=dtype, device=group[0].param.device).expand(n)
             for place, part in zip(group, parts, strict=True):
                 view = whole[part.start : part.stop].view(place.param.shape)
@@ -176,6 +138,26 @@ class ParameterLayout:
             self._absent[index] = one.expand(bucket.data.numel()), [one.expand(p.shape) for p in bucket.parts]
         return self._absent[index][0]
 
+    def list_released(self) -> list[int]:
+        """Returns the buckets that this rank does not hold whole."""
+        return [i for i, own in enumerate(self.weights) if own.numel() < self._slices[i].data.numel()]
+
+    def adopt_released_writes(self, index: int, written: Collection[str]) -> None:
+        """Copies parameters that the model has written after their bucket was released into this rank's shard.
+
+        Only the simulator computes with the values of released buckets. Raises the errors of `adopt_replaced_data`.
+        """
+        bucket, own, begin = self._slices[index], self.weights[index], self.begins[index]
+        for place, part in zip(self.groups[index], bucket.parts, strict=True):
+            if place.name in written:
+                if index in self._copied:
+                    raise explain_copied(place.name)
+                require_like(place.name, place.param.data, part, own)
+                first, stop = max(part.start, begin), min(part.stop, begin + own.numel())
+                if first < stop:
+                    values = place.param.data.reshape(-1)[first - part.start : stop - part.start]
+                    own[first - begin : stop - begin].copy_(values)
+
     def adopt_replaced_data(self, index: int | None = None) -> None:
         """Copies data that the model assigned to a parameter (`p.data = x`) into its bucket; None: into all buckets.
 
@@ -192,10 +174,7 @@ class ParameterLayout:
                 versions = {place.name: place.param._version for place in group} if copied else {}
             written = [part.name for _, part in found] or [n for n, seen in versions.items() if seen != copied[n]]
             if copied and written:
-                raise StrategyError(
-                    f"parameter {written[0]}: the model has written into it, and the strategy updates a copy on the "
-                    f"host or the disk; take ZeRO2 or ZeRO3, or do not write into parameters in the model"
-                )
+                raise explain_copied(written[0])
             for x, part in found:
                 require_like(part.name, x, part, own)
                 own[part.start : part.stop].view(part.shape).copy_(x.clone())  # it may be a transposed view of `own`
@@ -228,7 +207,7 @@ class ParameterLayout:
             self._point_parameters(index, whole)
 
     def _make_stand_in(self, group: list[ParameterPlace]) -> Tensor:
-        return torch.zeros(1, dtype=group[0].param.dtype, device=group[0].param.device).expand(_count_elements(group))
+        return torch.zeros(1, dtype=group[0].param.dtype, device=group[0].param.device).expand(count_elements(group))
 
     def allocate_gradients(self) -> None:
         """Allocates gradients of buckets with several parameters, until `drop_gradients`.
@@ -351,37 +330,3 @@ class ParameterLayout:
     @property
     def byte_count(self) -> int:
         return sum(p.numel * p.param.element_size() for p in self.order)
-
-
-def group_parameters(order: list[ParameterPlace], limit: float) -> list[list[ParameterPlace]]:
-    """Groups the parameters into buckets of one dtype, in the order in which these fill.
-
-    A bucket closes once it holds `limit` bytes, so it may be larger, as in torch's DDP. A parameter of at least
-    `ALONE_SHARE * limit` bytes is a bucket.
-    """
-    closed: list[list[ParameterPlace]] = []
-    open_: dict[torch.dtype, list[ParameterPlace]] = {}
-    filled: dict[torch.dtype, int] = {}
-    for place in order:
-        dtype, nbytes = place.param.dtype, place.numel * place.param.element_size()
-        if nbytes >= ALONE_SHARE * limit:
-            closed.append([place])
-            continue
-        open_.setdefault(dtype, []).append(place)
-        filled[dtype] = filled.get(dtype, 0) + nbytes
-        if filled[dtype] >= limit:
-            closed.append(open_.pop(dtype))
-            filled[dtype] = 0
-    return closed + list(open_.values())
-
-
-def place_in_order(group: list[ParameterPlace]) -> Iterator[Part]:
-    """Yields each parameter's place."""
-    at = 0
-    for place in group:
-        yield Part(place.name, tuple(place.param.shape), at, at + place.numel)
-        at += place.numel
-
-
-def _count_elements(group: list[ParameterPlace]) -> int:
-    return sum(p.numel for p in group)

@@ -30,3 +30,11 @@ def require_like(name: str, given: Tensor, part: Part, own: Tensor) -> None:
             f"parameter {name}: the model has replaced its data of shape {was[0]} and type {was[1]} by {now[0]} and "
             f"{now[1]}, and ranks cannot follow; keep the shape and type, or create the model with the new ones"
         )
+
+
+def explain_copied(name: str) -> StrategyError:
+    """Returns the error of a write that a copy elsewhere would undo."""
+    return StrategyError(
+        f"parameter {name}: the model has written into it, and the strategy updates a copy on the host or the disk; "
+        f"take ZeRO2 or ZeRO3, or do not write into parameters in the model"
+    )

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.bucket_groups import ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.rank import Handle, Rank, StrategyError
 
 if TYPE_CHECKING:

@@ -29,8 +29,9 @@ from workbench.experiment.mesh_rules import list_shard_groups
 from workbench.host.core.rank_view import RankView
 from workbench.host.memory.storages import pack_tensor
 from workbench.host.placement import unmaterialized
+from workbench.host.placement.bucket_groups import ParameterPlace
 from workbench.host.placement.canonical_state import check_same
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.sharding.access_trace import (
     AccessTrace,
     PassEvent,

@@ -18,7 +18,8 @@ from workbench.host.transfer.change_view import ChangeView
 from workbench.rank import MOMENTUM, Memory
 
 if TYPE_CHECKING:
-    from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+    from workbench.host.placement.bucket_groups import ParameterPlace
+    from workbench.host.placement.parameter_layout import ParameterLayout
 
 
 def subtract_gradients(layout: ParameterLayout, optimizer: Optimizer, memory: Memory) -> None:

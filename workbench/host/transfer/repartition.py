@@ -14,11 +14,11 @@ from torch import nn
 
 from workbench.host.placement import sliced_parameter as sliced
 from workbench.host.placement import unmaterialized
+from workbench.host.placement.bucket_groups import ParameterPlace
 from workbench.host.placement.canonical_state import RankDisagreement
 from workbench.host.placement.checksum import SUM_MASK
 from workbench.host.placement.move_state import State, move_state
 from workbench.host.placement.optimizer_slots import make_slot_likes, put_slots, read_slots
-from workbench.host.placement.parameter_layout import ParameterPlace
 from workbench.host.placement.replica_spread import ReplicaSpread, place_replica
 from workbench.host.placement.sliced_parameter import whole_numel, whole_shape
 from workbench.host.placement.strided_slices import StridedSlice

@@ -12,7 +12,7 @@ from torch import nn
 from workbench.experiment import Experiment
 from workbench.experiment.mesh_rules import list_shard_groups
 from workbench.host.placement import unmaterialized
-from workbench.host.placement.parameter_layout import ParameterPlace, group_parameters, place_in_order
+from workbench.host.placement.bucket_groups import ParameterPlace, group_parameters, place_in_order
 from workbench.host.placement.placement import Placement
 from workbench.host.placement.replica_spread import ReplicaSpread, find_spread, place_replica
 from workbench.host.placement.sliced_parameter import whole_shape

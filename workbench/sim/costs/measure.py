@@ -56,9 +56,10 @@ class _RecordedSteps:
         settled = [s for s in plain if s not in fresh]
         good = [s for s in settled if s not in aside] or settled or plain
         if not good:
+            remedy = "record some steps with partition=Whole()" if stop else "it has no complete step; record some"
             raise ValueError(
                 f"run {run.name}: costs cannot be measured, because in no step all ranks computed the whole model once "
-                f"to the end; record some steps with partition=Whole()"
+                f"to the end; {remedy}"
             )
         self.good = good[-MAX_STEPS:]
         self.any = np.array([s for s in range(stop) if s not in fresh and s not in aside][-MAX_STEPS:])

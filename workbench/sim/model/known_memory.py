@@ -24,7 +24,8 @@ from workbench.host.passes.coded_exchange import ChoosingCoder
 from workbench.host.passes.stage_module import StageModule
 from workbench.host.passes.tensor_parallel import compute_together
 from workbench.host.passes.tensor_schedule import make_answer_like
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.bucket_groups import ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.placement.stage_cuts import list_parts
 from workbench.host.placement.tensor_split import TensorSplit
 from workbench.rank import Bucket, Memory

@@ -19,9 +19,10 @@ from workbench.host.memory.batches import BatchReader
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.passes.checkpointing import explain_second_gradient
 from workbench.host.passes.piecewise import PiecewisePass
+from workbench.host.placement.bucket_groups import ParameterPlace
 from workbench.host.placement.canonical_state import clip_gradients
 from workbench.host.placement.optimizer_slots import step_shard
-from workbench.host.placement.parameter_layout import ParameterLayout, ParameterPlace
+from workbench.host.placement.parameter_layout import ParameterLayout
 from workbench.host.transfer.momentum import subtract_gradients
 from workbench.rank import Bucket, StrategyError
 from workbench.rank.errors import explain_missing_forward
@@ -30,6 +31,7 @@ from workbench.sim.model.portion import ModelPortion
 from workbench.sim.model.session_parts import SessionParts
 from workbench.strategies.second_order.curvature import CurvatureEstimator
 from workbench.tasks import Learner
+from workbench.tasks._shared_storage import require_own_storage
 
 
 class RankTensors(ModelPortion):
@@ -44,6 +46,7 @@ class RankTensors(ModelPortion):
         random.seed(experiment.seed)
         self.learner = learner
         self.model = learner.model().train()
+        require_own_storage(self.model)
         self._module_hooks = ModuleHooks(self.model)
         self._lay_out_model(experiment)
         self.curvature = CurvatureEstimator(self.model, learner.loss, self.layout)
@@ -149,7 +152,8 @@ class RankTensors(ModelPortion):
             looked = self._looked.pop(self._worker, None) if x is None else x
             inputs = self.batches.next_batch() if looked is None else looked
             with self.unsharder.run_pass("forward"), self.forward_context(None), self._module_hooks.wrap_hooks():
-                loss = self.learner.loss(self.model, inputs)
+                with self._keep_writes():
+                    loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")
         self._open[self._worker, micro] = loss
@@ -158,6 +162,18 @@ class RankTensors(ModelPortion):
         self.memory_account.note_forward(inputs)
         self._check_loss(loss, inputs)
         return loss.detach()
+
+    @contextmanager
+    def _keep_writes(self) -> Iterator[None]:
+        """Lets writes of a forward into parameters reach the shards, which this rank holds already."""
+        layout = self.layout
+        released = layout.list_released()
+        before = {p: (p.param.data_ptr(), p.param._version) for index in released for p in layout.groups[index]}
+        yield
+        for index in released:
+            written = {p.name for p in layout.groups[index] if before[p] != (p.param.data_ptr(), p.param._version)}
+            if written:
+                layout.adopt_released_writes(index, written)
 
     def piece_forward(self, waves: PiecewisePass, micro: int, piece: int, of: int, falls: bool) -> Tensor | None:
         """Runs a batch through a piece. The last piece returns the loss."""
