@@ -38,6 +38,7 @@ CASES = [
     Case("batchnorm", ("--own-statistics",)),
     Case("options"),
     Case("compiled"),
+    Case("head_outside"),
     Case("hook", strategies=(TorchDDP(),)),
     Case("sparse_rows", strategies=(TorchDDP(), LocalSGD(every=1))),
 ]

@@ -74,6 +74,25 @@ def off(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     return (model(batch) - batch[:, :3].sin()).square().mean()
 
 
+@pytest.mark.ranks
+@pytest.mark.parametrize("joint", [True, False])
+def test_a_loop_on_two_ranks_refuses_an_optimizer_of_parameters_outside_of_its_model(joint: bool) -> None:
+    def train() -> None:
+        model, batches = made()
+        head = nn.Linear(3, 1)
+        groups = [[*model.parameters(), *head.parameters()]] if joint else [model.parameters(), head.parameters()]
+        optimizers = [torch.optim.SGD(group, lr=0.05) for group in groups]
+        for x in steps(batches, model):
+            head(model(x)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    assert run(of(train, steps=3))[0].rank.step == 3
+    with pytest.raises(AssertionError, match="an optimizer steps parameters that the model does not have"):
+        run(of(train, ranks=2, steps=3))
+
+
 def on_two() -> tuple[Callable[[], None], list[nn.Module]]:
     """Returns a loop over such batches in two halves each, and the list of the ranks' models."""
     models: list[nn.Module] = []

@@ -13,8 +13,8 @@ import gc
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakValueDictionary, ref
 
@@ -61,6 +61,9 @@ class ScriptLoop(ScriptBatches):
         self.model: nn.Module | None = None
         self.wrappers: list[ref[DDPShim]] = []
         self.optimizers: list[torch.optim.Optimizer] = []
+        self._known: set[int] = set()  # parameters of the model and of optimizers, by id
+        self._outside: list[Tensor] = []  # parameters that an optimizer steps, but the model does not have
+        self._scales = False  # whether the last backward had a share of the loss
         self.has_left = False
         self._go: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._loss: tuple[Tensor, Tensor, dict[str, Any]]  # (loss to differentiate, loss to record, backward's options)
@@ -99,19 +102,44 @@ class ScriptLoop(ScriptBatches):
                 f"loop over workbench.steps(loader, model)"
             )
         self._chance = numbers()
-        mine = {id(p) for p in self.model.parameters()}
+        mine, others = {id(p) for p in self.model.parameters()}, []
         for one in gc.get_objects():
-            if issubclass(type(one), torch.optim.Optimizer) and mine & list_params(
-                one
-            ):  # not isinstance: it asks the object
-                self.optimizers.append(one)
+            if issubclass(type(one), torch.optim.Optimizer):  # not isinstance: it asks the object
+                if mine & list_params(one):
+                    self.optimizers.append(one)
+                    self._note_outside(one)
+                elif len(LED_RANKS) == 1:  # else it may be another rank's
+                    others.append(one)
         if not self.optimizers:
             raise TaskError(
                 f"{self.loop_name}: no optimizer has a parameter of its model; create the optimizer before the first "
                 f"forward"
             )
         self._require_one_model()
+        for one in others if self.wrappers else ():
+            self._note_outside(one)
         return self.model
+
+    def _note_outside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes parameters that the model does not have. The script itself exchanges their gradients.
+
+        Raises KnobError if the loop knows nothing of ranks, or if a backward has scaled such a gradient already.
+        """
+        if self.model is not None:  # it may have new layers
+            self._known.update(map(id, self.model.parameters()))
+        found = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in self._known]
+        if found and not self.wrappers and self.run.rank.size > 1:
+            raise KnobError(
+                f"{self.loop_name}: an optimizer steps parameters that the model does not have, and ranks would not "
+                f"exchange their gradients; join both in one Module"
+            )
+        if self._scales and any(p.grad is not None for p in found):
+            raise KnobError(
+                f"{self.loop_name}: an optimizer steps parameters outside of the DistributedDataParallel, and was made "
+                f"after the first forward; make it before, or take TorchDDP"
+            )
+        self._outside += found
+        self._known.update(map(id, found))
 
     def _require_one_model(self) -> None:
         """Raises KnobError if an optimizer steps a second wrapped model. Later the error would come inside a step."""
@@ -167,7 +195,18 @@ class ScriptLoop(ScriptBatches):
             if p.grad is not None:
                 p.grad.mul_(share)
         self._summed = self.run.host.hooks.is_exchanging or self.run.experiment.strategy.opaque
-        loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
+        with self._unscale_outside(share):
+            loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
+
+    @contextmanager
+    def _unscale_outside(self, share: float) -> Iterator[None]:
+        """Inside, parameters that the model does not have get gradients as if `share` had not scaled the loss."""
+        self._scales = share != 1.0
+        trained = [p for p in self._outside if p.requires_grad and self._scales]
+        removers = [p.register_hook(lambda grad: grad / share) for p in trained]
+        yield
+        for remover in removers:
+            remover.remove()
 
     def copy_sums(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Copies the summed gradients to which the loop goes on adding before its next update."""
@@ -318,6 +357,8 @@ class ScriptLoop(ScriptBatches):
     def check_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises KnobError at the first update of a script that no strategy can follow."""
         self._updated = True
+        if self._known and not list_params(optimizer) <= self._known:
+            self._note_outside(optimizer)
         if self.model is not None or self.wrappers or self.in_block:
             return
         kinds = {type(p).__name__ for group in optimizer.param_groups for p in group["params"]}

@@ -153,6 +153,9 @@ class ParameterLayout:
                 if index in self._copied:
                     raise explain_copied(place.name)
                 require_like(place.name, place.param.data, part, own)
+                whole = bucket.data[part.start : part.stop].view(part.shape)
+                if place.param.data_ptr() != whole.data_ptr():
+                    place.param.data = whole.copy_(place.param.data)
                 first, stop = max(part.start, begin), min(part.stop, begin + own.numel())
                 if first < stop:
                     values = place.param.data.reshape(-1)[first - part.start : stop - part.start]

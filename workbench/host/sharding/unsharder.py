@@ -87,6 +87,7 @@ class Unsharder:
         self.phase = ""
         self.sharded = False
         self.whole: set[int] = set()
+        self.written: set[int] = set()  # released buckets that a simulated forward has written since
         self._offered: set[int] = set()  # buckets possibly whole
         self._queue: list[int] | None = None  # buckets still to gather in a forward
         self._strays = False  # whether it strayed in this forward
@@ -265,6 +266,14 @@ class Unsharder:
         for index in more:
             await self._gather_bucket(index, plan)
         return more
+
+    async def reshard_written(self) -> None:
+        """After a simulated forward: lets the strategy's copies follow what the model wrote into released buckets."""
+        self.enter_phase("forward")
+        for index in sorted(self.written - self.whole):
+            await self._reshard_bucket(index)
+        self.written.clear()
+        self.enter_phase("")
 
     async def reshard_buckets(self, buckets: Iterable[int]) -> None:
         for index in buckets:

@@ -152,6 +152,7 @@ class ModelPerformer:
         more = await self._unsharder.gather_unforeseen(phase)
         value = computed()
         await self._unsharder.reshard_buckets(more)
+        await self._unsharder.reshard_written()
         return value
 
     def list_params(self, fiber: Fiber, op: Op) -> Any:

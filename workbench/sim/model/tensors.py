@@ -174,6 +174,7 @@ class RankTensors(ModelPortion):
             written = {p.name for p in layout.groups[index] if before[p] != (p.param.data_ptr(), p.param._version)}
             if written:
                 layout.adopt_released_writes(index, written)
+                self.unsharder.written.add(index)
 
     def piece_forward(self, waves: PiecewisePass, micro: int, piece: int, of: int, falls: bool) -> Tensor | None:
         """Runs a batch through a piece. The last piece returns the loss."""
