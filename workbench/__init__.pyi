@@ -125,6 +125,8 @@ from workbench.strategies.hpz import HpZ as HpZ
 from workbench.strategies.hsdp import HSDP as HSDP
 from workbench.strategies.local_sgd import LocalSGD as LocalSGD
 from workbench.strategies.low_precision_decentralized import LowPrecisionDecentralized as LowPrecisionDecentralized
+from workbench.strategies.offload.zero_infinity import ZeROInfinity as ZeROInfinity
+from workbench.strategies.offload.zero_offload import ZeROOffload as ZeROOffload
 from workbench.strategies.one_bit_adam import OneBitAdam as OneBitAdam
 from workbench.strategies.post_local_sgd import PostLocalSGD as PostLocalSGD
 from workbench.strategies.q_adam import QAdam as QAdam
@@ -146,8 +148,6 @@ from workbench.strategies.torch_fsdp import TorchFSDP as TorchFSDP
 from workbench.strategies.zero_1 import ZeRO1 as ZeRO1
 from workbench.strategies.zero_2 import ZeRO2 as ZeRO2
 from workbench.strategies.zero_3 import ZeRO3 as ZeRO3
-from workbench.strategies.zero_infinity import ZeROInfinity as ZeROInfinity
-from workbench.strategies.zero_offload import ZeROOffload as ZeROOffload
 from workbench.tasks import adopt as adopt
 from workbench.tasks import steps as steps
 from workbench.tasks import training as training

@@ -27,6 +27,7 @@ from workbench.rank import Bucket, Rank, StrategyError
 from workbench.settings import Change
 from workbench.strategies import ZeRO2, ZeRO3, ZeROInfinity, ZeROOffload
 from workbench.strategies._sharded import Outstanding
+from workbench.strategies.offload.verbs import fetch, offload
 
 pytestmark = pytest.mark.ranks
 
@@ -352,11 +353,11 @@ class Hasty(ZeROOffload):
 def test_a_host_step_without_offload_raises_an_error() -> None:
     sessions = live(many(1, strategy=Hasty()))
     ended(sessions)
-    assert sessions[0].error and "on the device: call `rank.offload` first" in sessions[0].error["text"]
+    assert sessions[0].error and "on the device: call `offload` first" in sessions[0].error["text"]
 
 
 def test_an_unknown_place_or_kind_of_state_raises_strategy_error() -> None:
     bucket = Bucket(0, torch.zeros(2), (), 0)
-    for verb, what, to in (("offload", "weights", "host"), ("fetch", "gradients", "disk")):
+    for verb, what, to in ((offload, "weights", "host"), (fetch, "gradients", "disk")):
         with pytest.raises(StrategyError, match="'parameters', 'gradients', 'optimizer state' to 'host' or"):
-            getattr(Rank(0, 1), verb)(bucket, what, to)
+            verb(Rank(0, 1), bucket, what, to)

@@ -22,6 +22,8 @@ HOMES = {
     "fall": "sub_models",
     "units": "sub_models",
     "narrow": "sub_models",
+    "offload": "offload",
+    "fetch": "offload",
 }
 
 

@@ -11,7 +11,6 @@ from workbench.rank.data import Data
 from workbench.rank.errors import StrategyError
 from workbench.rank.former_verbs import find_former_verb
 from workbench.rank.mesh import Group, Mesh
-from workbench.rank.offload import Elsewhere
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 REDUCTIONS = ("sum", "mean", "max", "min")
 
 
-class Rank(Data, Elsewhere):
+class Rank(Data):
     """Everything that a strategy may see and use. Every verb completes before it returns; `start` overlaps.
 
     index, size:  this rank and the number of ranks, of the run or of a group

@@ -47,8 +47,6 @@ VERBS = {
     "next_params": Verb(("passing",), "iterated passes"),
     "backward_buckets": Verb(("grad", "micro"), "iterated passes"),
     "next_bucket": Verb((), "iterated passes"),
-    "offload": Verb(("shard", "what", "to"), "offload"),
-    "fetch": Verb(("shard", "what", "to", "keep"), "offload"),
     # asked by `workbench.host`
     "stage_forward": Verb(("x", "micro", "chunk"), "host"),
     "stage_backward": Verb(("grad", "micro", "chunk"), "host"),

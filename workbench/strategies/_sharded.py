@@ -58,33 +58,23 @@ class ShardGroups(NamedTuple):
     replicas: Rank | None = None
 
 
-async def sum_into_shards(among: ShardGroups, outstanding: int, alone: bool, leaves: bool = False) -> list[Bucket]:
+async def sum_into_shards(among: ShardGroups, outstanding: int, alone: bool,
+                          leaves: Callable[[Bucket], Awaitable[None]] | None = None) -> list[Bucket]:  # fmt: skip
     """Makes one forward and backward. Returns this rank's shards of the summed gradients, clipped by `rank.clip`.
 
     outstanding: how many exchanges may be under way at a time
     alone:       whether a bucket's memory is freed once it is summed
-    leaves:      whether the shard then goes to the host, too
+    leaves:      called with each shard once it is summed, to move it away
     """
     rank = among.rank
-    going = Outstanding(rank, outstanding, "offload")
-
-    async def leave(shard: Bucket) -> None:
-        await going.start(asked(rank.offload(shard, "gradients", "host")), f"gradients {shard.index}")
-
     await rank.forward()
-    sums = Outstanding(rank, outstanding, then=leave if leaves else None)
+    sums = Outstanding(rank, outstanding, then=leaves)
     async for bucket in rank.backward(1.0 / rank.size):
         await sums.start(reduce_bucket(among, bucket, alone), bucket.name)
     shards: list[Bucket] = await sums.all()
-    await going.all()
     if rank.clip:
         await clip_shards(among.sharers, shards, rank.clip)
     return shards
-
-
-async def asked(op: Op) -> Any:
-    """Runs a single Op as a child."""
-    return await op
 
 
 async def reduce_bucket(among: ShardGroups, bucket: Bucket, alone: bool = False) -> Bucket:

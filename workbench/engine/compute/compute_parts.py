@@ -14,7 +14,7 @@ from workbench.engine.collectives.lane import Lane
 from workbench.engine.collectives.shaping import ComputePace
 from workbench.engine.collectives.stopwatch import Stopwatch
 from workbench.engine.compute.activity import Activity
-from workbench.engine.compute.offload import OffloadPerformer
+from workbench.engine.compute.offload import OffloadTransfers
 from workbench.engine.p2p.mailbox import Mailbox
 from workbench.experiment import Experiment
 from workbench.host.elastic.rollback import Rollback
@@ -59,7 +59,7 @@ class ComputeParts:
     submodel: SubModelTraining
     non_finite_guard: NonFiniteGuard
     rollback: Rollback
-    away: OffloadPerformer
+    away: OffloadTransfers
     usage: ParameterUsage
     run_loss_backward: Callable[[Tensor, Any], None]
     show_loss: Callable[[Tensor], Tensor]

@@ -13,15 +13,12 @@ from workbench.engine.compute.pass_timer import PassTimer
 from workbench.host.core.drive import CoroutineEnded, LeaveLoop, drive_coroutine
 from workbench.host.placement import unmaterialized
 from workbench.rank import Bucket, Op, StrategyError
+from workbench.strategies.offload.engine import OFFLOAD_VERBS
 
 # possible inside torch, during a forward or a backward
 VERBS_INSIDE = {"all_reduce", "all_gather", "all_to_all", "all_to_allv", "broadcast", "reduce_scatter", "start", "wait",
-          "sample", "params", "clock", "send", "recv", "hold", "offload", "fetch"}  # fmt: skip
-_VERBS_BETWEEN = {*VERBS_INSIDE, "update"} - {
-    "hold",
-    "offload",
-    "fetch",
-}  # ops that are possible between two buckets of a forward
+          "sample", "params", "clock", "send", "recv", "hold", *OFFLOAD_VERBS}  # fmt: skip
+_VERBS_BETWEEN = {*VERBS_INSIDE, "update"} - {"hold", *OFFLOAD_VERBS}  # possible between two buckets of a forward
 
 
 class ForwardStops:

@@ -154,7 +154,7 @@ class Host:
         return value
 
     def _dispatch_op(self, op: Op) -> Any:
-        if op.verb in ("offload", "fetch"):
+        if op.verb in self.parts.away.verbs:
             return self.whole.move_values(op)
         do = self.verbs.get(op.verb)
         if do is not None:

@@ -1,9 +1,8 @@
-"""Performs a strategy's ops on values that are kept off the device; a lane may call it, too."""
+"""A rank's state off its device, with the time of its transfers; a lane may use it, too."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,21 +12,26 @@ from workbench.engine.compute.clocked_view import OffloadView
 from workbench.fabric import Ways
 from workbench.fabric.load import stretch
 from workbench.fabric.pace import SHARES, lasts
-from workbench.host.memory.offload import OffloadStore, name_span
+from workbench.host.memory.offload import Hops, OffloadStore, name_span
 from workbench.host.placement.optimizer_slots import Settings, read_settings, require_steppable
 from workbench.rank import Bucket, Op
+from workbench.strategies.offload.engine import OffloadPerformer
 
 UpdateSettings = tuple[Settings, frozenset[str]]  # an optimizer's settings, and the parameters that no rank used
 
 
-class OffloadPerformer:
-    """One rank's values off the device. Each transfer takes at least as long as the Fabric says."""
+class OffloadTransfers:
+    """One rank's state off the device. Each transfer takes at least as long as the Fabric says. See OffloadPerformer.
+
+    kept:  the state
+    verbs: perform `offload` and `fetch`
+    """
 
     def __init__(self, run: OffloadView) -> None:
         self._run = run
         self.kept = OffloadStore(self._copy_out, self._copy_in)
         self._ways, self._lock = Ways(), threading.Lock()
-        self.verbs: dict[str, Callable[..., Any]] = {"offload": self._offload_values, "fetch": self._fetch_values}
+        self.verbs = OffloadPerformer(self).verbs
 
     def update_settings(self) -> UpdateSettings:
         """Returns the present settings, for a child that updates later."""
@@ -39,20 +43,17 @@ class OffloadPerformer:
             return self._update_shard(op.args[0], step, by)
         return self.verbs[op.verb](op, step)
 
-    def _offload_values(self, op: Op, step: int) -> None:
-        shard, what, to = op.args
-        run, began = self._run, self._run.clock.now()
-        hops = self.kept.offload_state(run.layout, run.optimizer, shard, what, to)
-        self._record_transfer(op, step, began, hops, out=True)
+    def read_clock(self) -> float:
+        return self._run.clock.now()
 
-    def _fetch_values(self, op: Op, step: int) -> Any:
-        shard, what, to, keep = op.args
-        run, began = self._run, self._run.clock.now()
-        value, hops = self.kept.fetch_state(run.layout, run.optimizer, shard, what, to, keep)
-        self._record_transfer(op, step, began, hops, out=False)
-        return value
+    def offload_state(self, shard: Bucket, what: str, where: str) -> Hops:
+        return self.kept.offload_state(self._run.layout, self._run.optimizer, shard, what, where)
 
-    def _record_transfer(self, op: Op, step: int, began: float, hops: list[tuple[str, int]], out: bool) -> None:
+    def fetch_state(self, shard: Bucket, what: str, where: str, keep: bool) -> tuple[Tensor | None, Hops]:
+        return self.kept.fetch_state(self._run.layout, self._run.optimizer, shard, what, where, keep)
+
+    def record_transfer(self, op: Op, step: int, began: float, hops: Hops, out: bool) -> None:
+        """Waits until these hops are over at the Fabric's speed, and records them. out: off the device"""
         run = self._run
         if not hops:
             return

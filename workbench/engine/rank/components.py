@@ -19,7 +19,7 @@ from workbench.engine.collectives.wire import Aborted
 from workbench.engine.compute import shared_parameters
 from workbench.engine.compute.compute_parts import ComputeParts
 from workbench.engine.compute.host import Host
-from workbench.engine.compute.offload import OffloadPerformer
+from workbench.engine.compute.offload import OffloadTransfers
 from workbench.engine.control.canonical import broadcast_text, gather_numbers
 from workbench.engine.control.control_channel import ControlChannel
 from workbench.engine.control.peers import Peers
@@ -194,7 +194,7 @@ class RankComponents(RankLoop):
         self.port = Port(self.rank.id, self.rank.size, self.paced_sleep, self.experiment.seed)
         self.mailbox = self._make_mailbox()
         self.watch = make_stopwatch(self.chip, self.clock, self.record, self._check_peers)
-        self.away = OffloadPerformer(self)
+        self.away = OffloadTransfers(self)
         submodel = SubModelTraining(self.model, self.learner, self._make_for, lambda: self.experiment)
         self.memory_account = self._make_memory_account(submodel)
         opener = self._open_lane()

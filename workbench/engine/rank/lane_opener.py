@@ -10,7 +10,7 @@ from workbench.engine.collectives.lane import Lane
 from workbench.engine.collectives.lane_wires import GroupWires
 from workbench.engine.collectives.shaping import Port
 from workbench.engine.collectives.stopwatch import Stopwatch
-from workbench.engine.compute.offload import OffloadPerformer
+from workbench.engine.compute.offload import OffloadTransfers
 from workbench.engine.control.group_wires import make_opener
 from workbench.engine.control.peers import Peers
 from workbench.engine.device import Chip
@@ -24,7 +24,7 @@ class LaneOpener:
     """wait: waits for a child's handle"""
 
     def __init__(self, kind: str, peers: Peers, port: Port, mailbox: Mailbox, watch: Stopwatch, chip: Chip,
-                 away: OffloadPerformer, memory_account: MemoryAccount, wait: Callable[..., Any]) -> None:  # fmt: skip
+                 away: OffloadTransfers, memory_account: MemoryAccount, wait: Callable[..., Any]) -> None:  # fmt: skip
         self._kind, self._peers, self._port, self._mailbox = kind, peers, port, mailbox
         self._watch, self._chip, self._away, self._buffers, self._wait = watch, chip, away, memory_account.buffers, wait
 
@@ -34,7 +34,7 @@ class LaneOpener:
         kind = self._kind
         if kind != "gloo" and name not in ("comm", *OFFLOAD_LANES):
             raise StrategyError(f"lane {name!r}: over {kind} all children run on one lane, 'comm'; start it there")
-        verbs = dict.fromkeys(("offload", "fetch", "update"), self._perform_wireless)
+        verbs = dict.fromkeys((*self._away.verbs, "update"), self._perform_wireless)
         verbs["wait"] = lambda op, job: self._wait(*op.args)
         calls = LaneCalls(
             on_child_start, self._buffers.note_request, self._buffers.note_end, perform_hop=self.perform_hop,

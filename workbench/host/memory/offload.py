@@ -160,13 +160,13 @@ class OffloadStore:
     def _find_item(self, what: str, shard: Bucket) -> OffloadedItem:
         item = self._items.get((what, shard.index))
         if item is None:
-            raise StrategyError(f"{what} of {shard.name} are on the device: call `rank.offload` first")
+            raise StrategyError(f"{what} of {shard.name} are on the device: call `offload` first")
         return item
 
     def _require_in_memory(self, what: str, shard: Bucket) -> Held:
         item = self._find_item(what, shard)
         if item.where != "host":
-            raise StrategyError(f"{what} of {shard.name} are on the {item.where}: call `rank.fetch` to the host first")
+            raise StrategyError(f"{what} of {shard.name} are on the {item.where}: call `fetch` to the host first")
         return item.values
 
     def _take_state(self, layout: ParameterLayout, optimizer: Optimizer, shard: Bucket, what: str) -> Held:

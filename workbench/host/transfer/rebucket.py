@@ -25,7 +25,7 @@ from workbench.host.transfer.boundary import list_own_elements
 from workbench.host.transfer.change_view import ChangeView
 from workbench.host.transfer.handover import find_shards, hash_state, list_slots, place_slots, reshard_slots
 from workbench.host.transfer.shard_layout import ShardLayout
-from workbench.rank import Bucket
+from workbench.rank import Bucket, Op
 
 if TYPE_CHECKING:
     from workbench.strategies import Strategy
@@ -146,7 +146,7 @@ async def _fetch_shards(run: ChangeView, old: _OldShards, bucket: Bucket) -> Sta
     names, found = {part.name for part in bucket.parts}, State()
     for shard in [one for one in old.away.values() if any(part.name in names for part in one.parts)]:
         del old.away[shard.index]
-        values = await run.rank.fetch(shard, "parameters")
+        values = await Op("fetch", shard, "parameters", "device", False)
         found |= {f"/{part.name}": values[part.start : part.stop] for part in shard.parts}
         found |= await _fetch_slots(run, old, shard)
     old.state.update(found)
@@ -162,7 +162,7 @@ async def _fetch_slots(run: ChangeView, old: _OldShards, shard: Bucket) -> State
     ]
     if not mine:
         return {}
-    await run.rank.fetch(shard, "optimizer state")
+    await Op("fetch", shard, "optimizer state", "device", False)
     if run.layout.has_sizes_only:
         return {name: old.like[name].new_empty(old.lies.count_elements(run.rank.id, name)) for name in mine}
     found = read_slots(run.layout, run.optimizer)

@@ -22,7 +22,7 @@ from workbench.sim.clock.fiber import PARKED, ChildFiber, CodedChildFiber, Fiber
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.compute_parts import ComputeParts
 from workbench.sim.compute.model import ModelPerformer
-from workbench.sim.compute.offload import OffloadPerformer
+from workbench.sim.compute.offload import OffloadTransfers
 from workbench.sim.compute.pass_timer import PassTimer
 from workbench.sim.compute.piecewise import PiecewiseCompute
 from workbench.sim.compute.pipeline import PipelinePerformer
@@ -30,6 +30,7 @@ from workbench.sim.compute.request_timer import RequestTimer
 from workbench.sim.compute.tensor import TensorPerformer
 from workbench.sim.costs.prices import Price, price_bytes
 from workbench.strategies.embedding_tables.simulator import TablePerformer
+from workbench.strategies.offload.simulator import OffloadPerformer
 from workbench.strategies.second_order.simulator import CurvaturePerformer
 from workbench.strategies.sub_models.simulator import SubModelPerformer
 
@@ -56,8 +57,9 @@ class Host:
         self.usage, self.memory_account = parts.usage, parts.memory_account
         self.span, self.note, self.ended = parts.span, parts.note, ended
         self.timing = PassTimer(parts)
-        self.offload, self._piecewise = OffloadPerformer(parts, self.timing), PiecewiseCompute(parts, self.timing)
+        self.offload, self._piecewise = OffloadTransfers(parts, self.timing), PiecewiseCompute(parts, self.timing)
         self._sub_models = SubModelPerformer(self._piecewise)
+        self._offload_verbs = OffloadPerformer(self.offload).verbs
         self._requests, self._batches = RequestTimer(parts, self.timing), BatchPerformer(parts.body)
         self._second_order = CurvaturePerformer(self._requests)
         self.tables = TablePerformer(parts.body, parts.world.real, copy_optimizer)
@@ -76,7 +78,7 @@ class Host:
 
     def _list_verbs(self) -> dict[str, Callable[[Fiber, Op], Any]]:
         whole, pipeline = self.whole, self._pipeline
-        batches, offload, meet = self._batches, self.offload, self._run_collective
+        batches, meet = self._batches, self._run_collective
         body = self.body
         core: dict[str, Callable[[Fiber, Op], Any]] = {
             "next_bucket": self._delivery.next_bucket,
@@ -107,8 +109,6 @@ class Host:
             "stage_weights": pipeline.stage_weights,
             "coded": self._requests.run_codec,
             "hold": whole.hold_bucket,
-            "offload": offload.offload_values,
-            "fetch": offload.fetch_values,
             "send": self._send_message,
             "recv": self._receive_message,
             "again": self.rounds.next_step,
@@ -119,7 +119,7 @@ class Host:
             "park": self._park_fiber,
             "told": self._broadcast_value,
         }
-        return core | self.tables.verbs | self._second_order.verbs | self._sub_models.verbs
+        return core | self.tables.verbs | self._second_order.verbs | self._sub_models.verbs | self._offload_verbs
 
     def wrap_verbs(self, wrap: Callable[[str, Callable[[Fiber, Op], Any]], Callable[[Fiber, Op], Any]]) -> None:
         """Replaces what performs each verb. wrap: takes the verb and what performs it now"""

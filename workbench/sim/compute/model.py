@@ -16,7 +16,7 @@ from workbench.sim.clock.fiber import PARKED, PASS_OVER, Fiber
 from workbench.sim.compute.bucket_delivery import BucketDelivery
 from workbench.sim.compute.bucket_pass import BucketPass
 from workbench.sim.compute.compute_parts import ComputeParts
-from workbench.sim.compute.offload import OffloadPerformer
+from workbench.sim.compute.offload import OffloadTransfers
 from workbench.sim.compute.pass_timer import PassTimer
 from workbench.sim.compute.piecewise import PiecewiseCompute
 from workbench.sim.compute.pipeline import PipelinePerformer
@@ -28,7 +28,7 @@ class ModelPerformer:
 
     def __init__(self, parts: ComputeParts, timing: PassTimer, delivery: BucketDelivery, tensor: TensorPerformer,
                  pipeline: PipelinePerformer, piecewise: PiecewiseCompute,
-                 offload: OffloadPerformer) -> None:  # fmt: skip
+                 offload: OffloadTransfers) -> None:  # fmt: skip
         self._parts, self._body, self._timing = parts, parts.body, timing
         self._delivery, self._tensor = delivery, tensor
         self._pipeline, self._piecewise, self._offload = pipeline, piecewise, offload

@@ -19,23 +19,20 @@ from workbench.sim.compute.pass_timer import PassTimer
 HOST_PROCESSOR = "host"  # the processor that updates offloaded shards in parallel to the device
 
 
-class OffloadPerformer:
-    """Moves tensors to the host or to disk, and updates them there."""
+class OffloadTransfers:
+    """A virtual rank's transfers to the host or to disk, and its updates there. See OffloadPerformer."""
 
     def __init__(self, parts: ComputeParts, timing: PassTimer) -> None:
         self._parts, self._body, self._timing, self._clock, self._ways = parts, parts.body, timing, parts.clock, Ways()
 
-    def offload_values(self, fiber: Fiber, op: Op) -> Any:
-        shard, what, to = op.args
-        hops = self._body.away.offload_state(self._body.layout, self._body.optimizer, shard, what, to)
-        return self._record_transfer(fiber, op, hops, None, out=True)
+    def offload_state(self, shard: Bucket, what: str, where: str) -> Hops:
+        return self._body.away.offload_state(self._body.layout, self._body.optimizer, shard, what, where)
 
-    def fetch_values(self, fiber: Fiber, op: Op) -> Any:
-        shard, what, to, keep = op.args
-        value, hops = self._body.away.fetch_state(self._body.layout, self._body.optimizer, shard, what, to, keep)
-        return self._record_transfer(fiber, op, hops, value, out=False)
+    def fetch_state(self, shard: Bucket, what: str, where: str, keep: bool) -> tuple[Tensor | None, Hops]:
+        return self._body.away.fetch_state(self._body.layout, self._body.optimizer, shard, what, where, keep)
 
-    def _record_transfer(self, fiber: Fiber, op: Op, hops: Hops, value: Any, out: bool) -> Any:
+    def answer_transfer(self, fiber: Fiber, op: Op, hops: Hops, value: Any, out: bool) -> Any:
+        """Answers with `value` after the time of these hops. out: off the device"""
         if not hops:
             return value
         now = self._clock.now

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from workbench.rank import Bucket, Handle, Rank
 from workbench.settings import knob
-from workbench.strategies._sharded import ShardGroups, fill, gathered, sum_into_shards
+from workbench.strategies._sharded import ShardGroups, fill, gathered
+from workbench.strategies.offload._host_gradients import sum_onto_host
+from workbench.strategies.offload.verbs import fetch, offload
 from workbench.strategies.zero_2 import ZeRO2
 
 
@@ -66,11 +68,11 @@ class ZeROOffload(ZeRO2):
     async def step(self, rank: Rank, state: _State) -> None:
         if not state.shards:
             await self._send(rank, state)
-        shards = await sum_into_shards(ShardGroups(rank, rank), self.outstanding, alone=True, leaves=not rank.clip)
+        shards = await sum_onto_host(ShardGroups(rank, rank), self.outstanding, leaves=not rank.clip)
         await self._arrive(rank, state)
         for shard in shards:
             if rank.clip:
-                await rank.offload(shard, "gradients", "host")
+                await offload(rank, shard, "gradients", "host")
             update = await rank.start(_updated(rank, shard), "offload", f"update {shard.index}")
             state.updates.append((shard, update))
         if not self.delayed or rank.step < self.delay_from:
@@ -79,8 +81,8 @@ class ZeROOffload(ZeRO2):
     async def _send(self, rank: Rank, state: _State) -> None:
         state.shards = [bucket.shard(rank.index, rank.size) for bucket in await rank.params()]
         for shard in state.shards:
-            await rank.offload(shard, "parameters", "host")
-            await rank.offload(shard, "optimizer state", "host")
+            await offload(rank, shard, "parameters", "host")
+            await offload(rank, shard, "optimizer state", "host")
 
     async def _arrive(self, rank: Rank, state: _State) -> None:
         """Waits for the host's updates, and gathers the new parameters on all ranks."""
@@ -97,13 +99,13 @@ class ZeROOffload(ZeRO2):
     async def recall(self, rank: Rank, state: _State) -> None:
         await self._arrive(rank, state)
         for shard in state.shards:
-            await rank.fetch(shard, "optimizer state")
-            await rank.fetch(shard, "parameters")  # the model has its own copy
+            await fetch(rank, shard, "optimizer state")
+            await fetch(rank, shard, "parameters")  # the model has its own copy
         state.shards = []
 
 
 async def _updated(rank: Rank, shard: Bucket) -> Tensor:
     """Steps a shard on the host. Returns its new parameters `(n,)` on the device."""
     await rank.update(shard, on="host")
-    params: Tensor = await rank.fetch(shard, "parameters", keep=True)
+    params: Tensor = await fetch(rank, shard, "parameters", keep=True)
     return params

@@ -12,7 +12,9 @@ from torch import Tensor
 
 from workbench.rank import Bucket, Handle, Op, Rank
 from workbench.settings import knob
-from workbench.strategies._sharded import Outstanding, asked, assembled, sum_into_shards
+from workbench.strategies._sharded import Outstanding, assembled
+from workbench.strategies.offload._host_gradients import run_op, sum_onto_host
+from workbench.strategies.offload.verbs import fetch, offload
 from workbench.strategies.zero_3 import ZeRO3
 
 
@@ -70,7 +72,7 @@ class ZeROInfinity(ZeRO3):
 
     async def step(self, rank: Rank, state: Any) -> None:
         leaves = bool(state.away) and not rank.clip
-        shards = await sum_into_shards(self.among(rank), self.outstanding, alone=True, leaves=leaves)
+        shards = await sum_onto_host(self.among(rank), self.outstanding, leaves)
         if not state.away:  # the first step, in which everything is whole
             for shard in shards:
                 await rank.update(shard)
@@ -80,11 +82,11 @@ class ZeROInfinity(ZeRO3):
                 await self.reshard(rank, state, bucket)
         if not state.slots:
             for shard in shards:
-                await rank.offload(shard, "optimizer state", self.on)
+                await offload(rank, shard, "optimizer state", self.on)
             state.slots = True
         if not leaves:
             for shard in shards:
-                await rank.offload(shard, "gradients", "host")
+                await offload(rank, shard, "gradients", "host")
         await self._stream(rank, shards)
 
     async def _stream(self, rank: Rank, shards: list[Bucket]) -> None:
@@ -99,19 +101,19 @@ class ZeROInfinity(ZeRO3):
         await going.all()
 
     async def _come(self, rank: Rank, shard: Bucket) -> None:
-        await rank.fetch(shard, "parameters", "host")
-        await rank.fetch(shard, "optimizer state", "host")
+        await fetch(rank, shard, "parameters", "host")
+        await fetch(rank, shard, "optimizer state", "host")
 
     async def _go(self, rank: Rank, shard: Bucket) -> None:
-        await rank.offload(shard, "parameters", self.on)
-        await rank.offload(shard, "optimizer state", self.on)
+        await offload(rank, shard, "parameters", self.on)
+        await offload(rank, shard, "optimizer state", self.on)
 
     async def unshard(self, rank: Rank, state: Any, bucket: Bucket, following: Iterator[Bucket]) -> None:
         ahead = [bucket, *islice(following, self.prefetch + 1)]
         for one in ahead:
             if one.index in state.away and one.index not in state.coming and one.index not in state.gathering:
-                shard = rank.fetch(state.away[one.index], "parameters", keep=True)
-                state.coming[one.index] = await rank.start(asked(shard), "fetch", f"params {one.index}")
+                op = fetch(rank, state.away[one.index], "parameters", keep=True)
+                state.coming[one.index] = await rank.start(run_op(op), "fetch", f"params {one.index}")
         for one in ahead[: self.prefetch + 1]:
             if one.index not in state.gathering:
                 child = await self.gathering(rank, state, one)
@@ -137,7 +139,7 @@ class ZeROInfinity(ZeRO3):
         shard = bucket.shard(sharers.index, sharers.size)
         if bucket.index not in state.away:
             shard = await rank.hold(shard)
-            await rank.offload(shard, "parameters", self.on)
+            await offload(rank, shard, "parameters", self.on)
             state.away[bucket.index] = shard.like(shard.data.new_zeros(1).expand(shard.data.numel()))
         await rank.hold(shard.like(shard.data[:0]))
 
@@ -148,12 +150,12 @@ class ZeROInfinity(ZeRO3):
     async def stow(self, rank: Rank, state: Any, bucket: Bucket) -> None:
         await self.reshard(rank, state, bucket)
         if state.slots:
-            await rank.offload(state.away[bucket.index], "optimizer state", self.on)
+            await offload(rank, state.away[bucket.index], "optimizer state", self.on)
 
     async def recall(self, rank: Rank, state: Any) -> None:
         """Brings all shards back to the device, as ZeRO3 keeps them."""
         for shard in state.away.values():
-            await rank.hold(shard.like(await rank.fetch(shard, "parameters")))
+            await rank.hold(shard.like(await fetch(rank, shard, "parameters")))
             if state.slots:
-                await rank.fetch(shard, "optimizer state")
+                await fetch(rank, shard, "optimizer state")
         state.away, state.slots = {}, False
