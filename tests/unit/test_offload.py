@@ -359,5 +359,5 @@ def test_a_host_step_without_offload_raises_an_error() -> None:
 def test_an_unknown_place_or_kind_of_state_raises_strategy_error() -> None:
     bucket = Bucket(0, torch.zeros(2), (), 0)
     for verb, what, to in ((offload, "weights", "host"), (fetch, "gradients", "disk")):
-        with pytest.raises(StrategyError, match="'parameters', 'gradients', 'optimizer state' to 'host' or"):
+        with pytest.raises(StrategyError, match="'parameters', 'gradients', 'optimizer state', and go to 'host' or"):
             verb(Rank(0, 1), bucket, what, to)
