@@ -25,7 +25,7 @@ def stems(folder: str) -> list[str]:
 # The entries of the sidebar by section: at most 30 (tests/unit/test_site.py). The first page is docs/index.md.
 PAGES = {
     "Start": ["docs/start/install", "docs/start/quickstart", "docs/start/tour", "docs/start/own_script"],
-    "How-to": ["docs/using", "docs/clusters"],
+    "How-to": ["docs/howto/index"],
     "Learn": ["docs/learn/lessons", "docs/learn/teachers"],
     "Explain": [f"docs/explain/{name}" for name in (
         "two_clocks", "exposed_communication", "cost_models", "live_change", "rank_replaced", "checkpoints",
@@ -33,17 +33,18 @@ PAGES = {
     "Reference": ["docs/reference/families", "docs/reference/experiment", "docs/reference/verbs",
                   "docs/reference/views", "docs/reference/api", "docs/reference/cli", "docs/reference/errors",
                   "docs/reference/glossary"],
-    "Project": ["docs/project/measured", "docs/project/wanted", "workbench/DESIGN", "CONTRIBUTING", "SECURITY",
-                "CHANGELOG"],
+    "Project": ["docs/project/measured", "docs/project/wanted", "docs/project/tests", "workbench/DESIGN",
+                "CONTRIBUTING", "SECURITY", "CHANGELOG"],
 }  # fmt: skip
 # Pages below an entry of the sidebar, which folds them away.
 UNDER = {
+    "docs/howto/index": [page for page in stems("docs/howto") if page != "docs/howto/index"],
     "docs/learn/lessons": lessons.PAGES,
     "docs/learn/teachers": [*stems("docs/learn/teach"), "docs/project/tried"],
     "docs/reference/families": [
         "docs/reference/strategies", "docs/reference/partitions", "docs/reference/schedules",
         "docs/reference/compressors", "docs/reference/optimizers", "docs/reference/policies", "docs/reference/tasks",
-        "docs/reference/fabric",
+        "docs/reference/fabric", "docs/reference/scripts",
     ],
     "docs/reference/api": stems("docs/reference/api"),
     "docs/project/measured": [

@@ -1,4 +1,4 @@
-"""Starts engines with the Slurm and SSH profiles of docs/clusters.md, with stand-ins for the commands."""
+"""Starts engines with the Slurm and SSH profiles of docs/howto/slurm.md and ssh.md, with stand-ins for the commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from workbench.tasks import Digits
 
 pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "clusters.md").read_text("utf8")
+PAGES = "".join((ROOT / "docs" / "howto" / f"{name}.md").read_text("utf8") for name in ("slurm", "ssh"))
 COMMANDS = {
     # A job is a process group that runs the script. Its number is the group's.
     "sbatch": """
@@ -76,7 +76,7 @@ def site(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
             (commands / name).chmod(0o700 | stat.S_IXUSR)
         patch.setenv("PATH", os.pathsep.join([str(commands), str(Path(sys.executable).parent), os.environ["PATH"]]))
         patch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-        for name, text in re.findall(r'```python\n# ipcluster_config.py of the profile "(\w+)"\n(.*?)```', PAGE, re.S):
+        for name, text in re.findall(r'```python\n# ipcluster_config.py of the profile "(\w+)"\n(.*?)```', PAGES, re.S):
             profile = tmp_path / "ipython" / f"profile_{name}"
             profile.mkdir(parents=True)
             (profile / "ipcluster_config.py").write_text(text)

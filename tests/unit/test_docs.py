@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
+import shlex
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import typer
 from typer.testing import CliRunner
 
 import workbench
-from tests import links, reference, tables
+from tests import howto_pages, links, reference, tables
 from tests.ranks import run
-from workbench import Experiment, Run, simulate, tasks
+from workbench import Experiment, simulate, tasks
 from workbench.cli import app, begun, setting
 from workbench.experiment import user_input
 from workbench.fabric import Fabric, Link
@@ -26,6 +27,7 @@ from workbench.rank import Rank
 from workbench.settings import knobs
 
 ROOT = Path(__file__).parent.parent.parent
+HOWTO = ROOT / "docs" / "howto"
 EVERY = [m for base, _ in reference.FAMILIES.values() for m in reference.shipped(base)]
 WITHOUT_PAPER = {  # not from a paper
     "ByGroup", "ByHand", "Dense", "TaskOwn", "Task", "Script", "Loop", "Crash", "Freeze", "Noisy", "Slow",
@@ -132,77 +134,101 @@ def test_settings_that_a_page_suggests_are_valid(name: str) -> None:
     assert experiment != Experiment()
 
 
-def test_the_command_lines_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shell_lines(*names: str) -> list[str]:
+    """Returns the lines of the sh blocks of these how-to pages that begin with `workbench`."""
+    found = [text for name in names for _, text in howto_pages.blocks(HOWTO / f"{name}.md", "sh")]
+    return [line for text in found for line in text.splitlines() if line.startswith("workbench ")]
+
+
+def test_the_command_lines_of_the_pages_have_valid_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    group = typer.main.get_command(app)
+    lines = shell_lines(*(path.stem for path in howto_pages.PAGES))
+    for line in lines:
+        _, command, *arguments = shlex.split(line, comments=True)
+        context = group.commands[command].make_context(command, arguments)  # type: ignore[attr-defined]
+        assert context.params, line
+    assert len(lines) >= 14
+
+
+def test_the_settings_of_the_pages_runs_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```sh\n(.*?)```", page("using.md"), re.S)
-    lines = [line.partition("#")[0].split() for block in blocks for line in block.splitlines() if " run " in line]
+    lines = shell_lines("run_a_torchrun_script", "use_the_command_line")
     found = []
-    for words in lines:
+    for words in (shlex.split(line, comments=True) for line in lines if line.startswith("workbench run ")):
         turns = [setting(words[i + 1]) for i, word in enumerate(words) if word == "--set"]
-        assert words[:2] == ["workbench", "run"]
         found.append(user_input.turned(begun(words[2], None, []), turns))
     assert [getattr(e.strategy, "every", 0) for e in found] == [0, 8, 8, 0]
 
 
-def example(word: str) -> str:
-    """Returns the one example in using.md that contains this word."""
-    (found,) = (block for block in re.findall(r"```python\n(.*?)```", page("using.md"), re.S) if word in block)
-    return str(found)
+def example(page: str, word: str) -> str:
+    """Returns the one example of a how-to page that contains this word."""
+    (found,) = (code for code, _ in howto_pages.examples(HOWTO / f"{page}.md") if word in code)
+    return found
 
 
-@pytest.mark.ranks
-def test_the_simulators_example_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def marked(path: Path) -> Any:
+    """A how-to page as a parameter. Pages that start a lab need real ranks; most of them are left to `test-long`."""
+    starts_lab = any("Lab(ranks=" in code for code, _ in howto_pages.examples(path))
+    marks = [pytest.mark.engine if starts_lab else pytest.mark.ranks]
+    if starts_lab and path.stem not in ("change_settings_live", "checkpoint_and_resume", "detach_and_attach"):
+        marks.append(pytest.mark.long)
+    return pytest.param(path, id=path.stem, marks=marks)
+
+
+@pytest.mark.parametrize("path", [marked(p) for p in howto_pages.PAGES if howto_pages.examples(p)])
+def test_the_examples_of_a_howto_page_print_what_it_shows(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block, fitting, cutting, tuning = map(example, ("what_if", "plan(", "balance(", "tune("))
-    small = Experiment(ranks=2, steps=30, pace=20.0, fabric=Fabric(link=Link(bandwidth=200)))
-    simulate(small).save(tmp_path / "runs" / "first")
     monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(block.replace("64", "8"), names)
-    assert isinstance(names["again"], Run) and names["again"].experiment.steps == 200
-    assert "simulated" in capsys.readouterr().out
-    exec(fitting.replace("layers=6", "layers=2").replace("memory_mb=16", "memory_mb=12"), names)
-    assert "on the device" in capsys.readouterr().out
-    exec(cutting.replace("layers=6", "layers=2"), names)
-    assert "part  0 on stage 0" in capsys.readouterr().out
-    exec(tuning.replace("layers=4", "layers=1").replace("trials=12", "trials=2"), names)
-    assert re.search(r"partition_mb.*bucket_mb", capsys.readouterr().out)
+    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    for code, shown, printed in howto_pages.run_page(path):
+        assert howto_pages.missing_lines(shown, printed) == [], f"{code}\nprinted:\n{printed}"
+
+
+def test_output_that_a_page_shows_may_differ_in_its_numbers_only() -> None:
+    assert howto_pages.missing_lines("rank 1   is lost\n...\n", "a\nrank 23 is lost\n") == []
+    assert howto_pages.missing_lines("rank 1 is lost\nb\n", "rank 1 is late\n") == ["rank 1 is lost", "b"]
+
+
+def test_every_howto_page_but_the_index_is_on_the_index() -> None:
+    listed = set(re.findall(r"\((\w+)\.md\)", page("howto/index.md")))
+    assert listed == {path.stem for path in howto_pages.PAGES} - {"index"}
 
 
 @pytest.mark.ranks
 def test_the_example_of_a_slow_run_names_who_is_slow(capsys: pytest.CaptureFixture[str]) -> None:
     promised = "2. forward, 9 ms per step (11 % of it). Rank 1: its forward takes"
-    exec(example("advice()"), {})
-    assert promised in example("advice()") and promised in capsys.readouterr().out
+    code = example("find_a_straggler", "advice()")
+    exec(code, {})
+    assert promised in code and promised in capsys.readouterr().out
 
 
 def test_the_commands_on_recorded_runs_do_what_the_page_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = (b for b in re.findall(r"```sh\n(.*?)```", page("using.md"), re.S) if "compare" in b)
     monkeypatch.chdir(tmp_path)
     for name, pace in (("first", 5.0), ("second", 6.0)):
         simulate(Experiment(ranks=2, steps=200, pace=pace, eval_every=0)).save(tmp_path / "runs" / name)
     for rank in (0, 1):
         shutil.copy(ROOT / "tests" / "recorded" / "torch-2.13" / f"rank-{rank}.json.gz", tmp_path)
-    said = [CliRunner().invoke(app, line.split()[1:]) for line in block.splitlines()]
+    lines = shell_lines("compare_runs", "export_and_traces")
+    said = [CliRunner().invoke(app, line.split()[1:]) for line in lines]
     assert [result.exit_code for result in said] == [1, 0, 0, 0], [result.output for result in said]
     assert {"both.html", "theirs.html"} <= {path.name for path in tmp_path.iterdir()}
 
 
-def test_the_example_of_two_runs_says_which_is_faster(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.ranks
+def test_the_example_of_a_report_writes_a_page_and_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(example("report("), {})
-    assert re.search(r"^step time .* better$", capsys.readouterr().out, re.M)
-    assert {path.name for path in tmp_path.iterdir()} == {"two.html", "two-2.html", "dense.json.gz"}
+    exec(example("show_a_run_to_others", "report("), {})
+    assert {path.name for path in tmp_path.iterdir()} == {"first.html", "runs"}
 
 
 @pytest.mark.ranks
 def test_the_example_of_a_loop_runs() -> None:
     names: dict[str, Any] = {}
-    exec(example("Loop(run=train)"), names)  # it also runs without ranks
+    exec(example("adopt_a_plain_loop", "Loop(run=train)"), names)  # it also runs without ranks
     (session,) = run(replace(names["experiment"], ranks=1))
     assert len(session.record.losses()) == 96
 
@@ -210,28 +236,10 @@ def test_the_example_of_a_loop_runs() -> None:
 @pytest.mark.ranks
 def test_the_example_of_a_script_runs() -> None:
     names: dict[str, Any] = {}
-    torch.manual_seed(0)
-    exec(example("adopt("), names)
+    exec(example("train_your_own_model", "adopt("), names)
     (session,) = run(replace(names["experiment"], ranks=1, eval_every=0))
     losses = session.record.losses()
     assert len(losses) == 100 and sum(losses[-10:]) < sum(losses[:10]) / 2
-
-
-@pytest.mark.engine
-def test_the_example_of_checkpoints_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    going_on = example("resume=")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    names: dict[str, Any] = {}
-    try:
-        exec(going_on, names)
-    finally:
-        names["lab"].close()
-    *losses, step = capsys.readouterr().out.split()[-3:]
-    assert step == "40" and len({float(x) for x in losses}) == 2
 
 
 # -- the glossary

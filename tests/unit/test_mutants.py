@@ -26,8 +26,8 @@ from tests.mutations import MUTANTS, Mutant
 
 def test_there_are_at_least_forty_mistakes_with_unique_names() -> None:
     assert len({m.name for m in MUTANTS}) == len(MUTANTS) >= 40
-    page = (ROOT / "docs" / "using.md").read_text()
-    assert f"Of {len(MUTANTS)} mistakes" in page, "docs/using.md tells of another number: try them, and say what became"
+    page = (ROOT / "docs" / "project" / "tests.md").read_text()
+    assert f"Of {len(MUTANTS)} mistakes" in page, "docs/project/tests.md: another number; try them and write the result"
     assert chosen(["dabmd", "WAVELET"]) == [m for m in MUTANTS if m.name.startswith(("DABMD", "Wavelet"))]
 
 
