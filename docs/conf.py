@@ -48,10 +48,9 @@ UNDER = {
     ],
     "docs/reference/api": stems("docs/reference/api"),
     "docs/project/measured": [
-        "docs/project/benchmarks", "docs/project/strategies", "docs/project/compression", "docs/project/prediction",
+        "docs/project/benchmarks", *stems("docs/project/benchmarks"), "docs/project/strategies", "docs/project/compression", "docs/project/prediction",
         "docs/project/reliability", "docs/project/gpu",
     ],
-    "docs/project/benchmarks": stems("docs/project/benchmarks"),
     "workbench/DESIGN": ["docs/project/one_step", *stems("docs/project/flows"), "docs/project/shapes"],
 }  # fmt: skip
 
