@@ -48,8 +48,8 @@ UNDER = {
     ],
     "docs/reference/api": stems("docs/reference/api"),
     "docs/project/measured": [
-        "docs/project/benchmarks", *stems("docs/project/benchmarks"), "docs/project/strategies", "docs/project/compression", "docs/project/prediction",
-        "docs/project/reliability", "docs/project/gpu",
+        "docs/project/benchmarks", *stems("docs/project/benchmarks"), "docs/project/strategies",
+        "docs/project/compression", "docs/project/prediction", "docs/project/reliability", "docs/project/gpu",
     ],
     "workbench/DESIGN": ["docs/project/one_step", *stems("docs/project/flows"), "docs/project/shapes"],
 }  # fmt: skip

@@ -15,7 +15,6 @@ import os
 import re
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,9 +56,6 @@ def run_page(page: Path) -> Iterator[tuple[str, str, str]]:
                 exec(compile(code, page.name, "exec", dont_inherit=True), names)
             yield code, output, printed.getvalue()
     finally:
-        for thread in threading.enumerate():
-            if thread.name == "engine end":  # after a Loop or Script: it fails if its lab closes first
-                thread.join(60)
         for lab in [value for value in names.values() if isinstance(value, Lab)]:
             lab.close()
 

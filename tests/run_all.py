@@ -76,7 +76,7 @@ def run(group: str, limit: float) -> Outcome:
         report = Path(folder, "report.xml")
         command = [sys.executable, "-m", "pytest", "-q", "-m", expression(group), f"--session-timeout={limit:.0f}"]
         command += [f"--junitxml={report}", "-o", "junit_family=xunit1", "-p", "no:cacheprovider", "--color=no"]
-        command += ["--durations=10", "--durations-min=10"]
+        command += ["--durations=40", "--durations-min=10"]
         command += where(group)
         if group in BESIDE and (os.cpu_count() or 1) > 1:
             command += ["-n", f"{BESIDE[group]}", "--dist", "worksteal" if group in SHARED_OUT else "loadfile"]

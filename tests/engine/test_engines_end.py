@@ -6,6 +6,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.labs import apart, endless, reached
@@ -55,3 +56,12 @@ def test_a_run_outlives_the_server_that_its_engines_are_forks_of(tmp_path_factor
         assert any(f"(pid {pid}) is gone" in note for note in lab.notes), lab.notes
         reached(lab, lab._live.step + 5)
         assert owned.started["engines"] is not server and lab.state == "running"
+
+
+def test_an_old_engine_may_end_after_its_lab_has_closed(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """After a script or a loop, a thread of its own ends the run's engines. The lab may close before it is done."""
+    with apart(tmp_path_factory):
+        with Lab(ranks=1, name="closed-first") as lab:
+            health, engines = lab.wait(120).cluster.health, list(lab.cluster.engines)
+        health.retire_engines(engines)
+    assert not any(map(psutil.pid_exists, [engine.pid for engine in engines]))
