@@ -106,8 +106,10 @@ def summarise_methods(found: Found) -> list[str]:
         for goal in ("Digits", "ByteGPT"):
             ours, sgd = (statistics.median(second_order_page.steps_of(d, goal, method)) for method in ("KFAC", "SGD"))
             longer = statistics.median(second_order_page.slower(d, goal, "KFAC"))
-            each.append(f"{ours / sgd:.2f} of SGD's steps and {longer * ours / sgd:.2f} times its seconds on {goal}")
-        said.append(f"To reach the loss, K-FAC needs {', '.join(each)}.")
+            each.append(
+                f"On {goal}, K-FAC reaches the loss in {ours / sgd:.2f} of SGD's steps and {longer * ours / sgd:.2f} times its seconds."
+            )
+        said.append(" ".join(each))
     if "priorities" in found:
         by = next(c for c in found["priorities"]["cells"] if c["wire"] == 1)["blocks"]
         paired = zip(by["DDP"], by["ByteScheduler"], strict=True)

@@ -16,10 +16,19 @@ from tests.bench.page import interval, table
 from workbench.strategies import Strategy
 
 SEEDS, OTHERS = (0, 1, 2), (10, 11, 12, 13, 14)  # of a trial; of the best trial afterwards
-HEAD = ["", "best rate", "best setting", "normalised entropy", "gap", "beside its foreground form"]
+HEAD = [
+    "method",
+    "best learning rate",
+    "best setting",
+    "normalised entropy",
+    "gap",
+    "difference from its foreground form",
+]
 BUDGET = (
-    "Twelve trials of three seeds each (six rates, two settings), the best with five other seeds: median with a 95 % "
-    "bootstrap interval. The normalised entropy of whoever knows the rate of clicks alone is 1; lower is better."
+    "Each method gets twelve trials of three seeds each: six learning rates with two settings. If the best rate is at "
+    "the edge of the grid, one more rate follows. The best trial then runs with five other seeds. The table shows "
+    "their median with a 95 % bootstrap interval. A model that knows only the click rate has a normalised entropy of "
+    "1; lower is better. A gap is the mean number of steps between two synchronisations."
 )
 
 Run = Callable[[Strategy, float, int], tuple[float, float]]  # of a rate and a seed: the loss, and the mean gap

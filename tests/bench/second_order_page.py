@@ -9,6 +9,7 @@ from typing import Any
 
 from tests.bench import second_order as bench
 from tests.bench.page import interval, table
+from tests.bench.words import listed
 
 
 def section(d: dict[str, Any]) -> str:
@@ -17,8 +18,8 @@ def section(d: dict[str, Any]) -> str:
     for goal, method in bench.PAIRS:
         if bench.tried(goal, method, d["cells"]):
             rows.append(_row(d, goal, method, said))
-    head = ["task and held-out loss", "method, at its best", "settings tried", "steps to the loss", "steps to SGD's last loss", "seconds of a step over SGD's",
-            "bytes of a step over SGD's", "seconds to the loss over SGD's", "bytes to the loss over SGD's"]  # fmt: skip
+    head = ["task and held-out loss", "method, at its best", "settings tried", "steps to the loss", "steps to SGD's last loss", "times SGD's seconds per step",
+            "times SGD's bytes per step", "times SGD's seconds to the loss", "times SGD's bytes to the loss"]  # fmt: skip
     return f"{_about()}\n\n{table(head, rows)}\n{' '.join(said)}\n"
 
 
@@ -58,11 +59,11 @@ def _row(d: dict[str, Any], goal: str, method: str, said: list[str]) -> list[str
              _each(steps_of(d, goal, method)), _each(steps_to_the_end(d, goal, method))]  # fmt: skip
     edge = [i for i, ladder in zip(best, m.ladders, strict=True) if i in (0, len(ladder) - 1)]
     if edge:
-        said.append(f"{goal}, {method}: its best lies at the end of what may be tried.")
+        said.append(f"The best setting of {method} on {goal} is at the edge of its range.")
     if method == "SGD":
         return [*known, "1", "1", "1", "1"]
     sent = d["bytes"][f"{goal} {method}"] / d["bytes"][f"{goal} SGD"]
-    said.append(f"On {goal} {method} takes {steps / base:.2f} of SGD's steps.")
+    said.append(f"On {goal}, {method} reaches the loss in {steps / base:.2f} of SGD's steps.")
     if not (ratio := slower(d, goal, method)):
         return [*known, "", f"{sent:.2f}", "", f"{sent * steps / base:.2f}"]
     mid, low, high = interval(ratio)
@@ -76,17 +77,22 @@ def _row(d: dict[str, Any], goal: str, method: str, said: list[str]) -> list[str
 
 
 def _about() -> str:
-    goals = " and ".join(f"every {g.every} steps of {name}, {g.steps} at most" for name, g in bench.GOALS.items())
-    seeds, tuning = (", ".join(map(str, which)) for which in (bench.SEEDS, bench.TUNING))
+    goals = " ".join(
+        f"{name} is evaluated every {g.every} steps, for at most {g.steps} steps." for name, g in bench.GOALS.items()
+    )
+    seeds, tuning = map(listed, (bench.SEEDS, bench.TUNING))
     newton = round(bench.METHODS["Newton"].share * bench.GOALS["Digits"].steps)
     return (
-        f"How many steps until the held-out loss is first at most what was asked for, looked at {goals} ({newton} for Newton): "
-        f"{bench.RANKS} simulated ranks with real tensors, the task's own batch on each. Every method has two numbers to tune, "
-        f"the learning rate and one more, on the same rule: all of a window of three by three, then all eight neighbours "
-        f"of the best as long as one is untried; the worse of seeds {tuning} counts, and no run for tuning is longer than the best so far. Steps are given for seeds {seeds}, which "
-        f"tuning has not seen, and beside them those to the loss that SGD has when it was last looked at (the median of seeds). KFAC has momentum 0.9 and its own usual periods; everything else is as by default. Seconds: "
-        f"{bench.PROCESSES} processes on this machine, one thread each, which hold a session of each method and alternate by blocks of "
-        f"{bench.BLOCK} steps; the median over {bench.ROUNDS} rounds of ratios within a round, with its 95 % bootstrap "
-        f"interval. The wire is the loopback; the machine was busy with other work. Bytes: what rank 0 of {bench.RANKS} sends. "
-        f"Newton was not tuned on ByteGPT: ten simulated steps of it took 144 s beside other work, and this rule would ask for hundreds."
+        f"**Steps.** {bench.RANKS} simulated ranks with real tensors train until the held-out loss first reaches the target. Each rank "
+        f"has the task's own batch. {goals} Newton trains for at most {newton} steps on Digits. The table shows the steps of seeds {seeds}, which "
+        f"tuning does not use. SGD's last loss is its loss at the last evaluation, the median of its seeds.\n\n"
+        f"**Tuning.** All methods are tuned by the same rule. Each method has two numbers to tune: the learning rate and one more. The "
+        f"rule tries a window of three by three values. Then it tries all eight neighbours of the best pair, until all are tried. The "
+        f"worse of seeds {tuning} counts. No tuning run is longer than the best one so far. Newton was not tuned on ByteGPT: ten "
+        f"simulated steps of it took 144 s next to other work, and this rule needs hundreds of steps. KFAC has momentum 0.9 and its "
+        f"default periods. All other settings have their defaults.\n\n"
+        f"**Seconds.** {bench.PROCESSES} processes on this machine, with one thread each, hold a session of each method. They alternate "
+        f"in blocks of {bench.BLOCK} steps. The table shows the median over {bench.ROUNDS} rounds of the ratio within a round, with its "
+        f"95 % bootstrap interval. The wire is the loopback. The machine was busy with other work.\n\n"
+        f"**Bytes.** Rank 0 of {bench.RANKS} sends these bytes."
     )

@@ -50,8 +50,9 @@ def run(strategy: Strategy, lr: float, seed: int) -> tuple[float, float]:
 def section(d: dict[str, Any]) -> str:
     """Returns the page's section, from the raw numbers."""
     about = (
-        f"{RANKS} simulated ranks with real tensors, ClickThrough, {STEPS} steps of {BATCH} examples each, Adam; a "
-        f"Link on which a shadow synchronises every {GAP} steps or so, as the foreground forms do. {BUDGET}"
+        f"{RANKS} simulated ranks with real tensors train ClickThrough with Adam, {STEPS} steps of {BATCH} examples "
+        f"each. The foreground forms synchronise every {GAP} steps. The link lets a shadow synchronise about as often. "
+        f"{BUDGET} DDP has one setting, so it has {len(d['ways']['DDP']['trials'])} trials."
     )
     rows = compared(d["ways"], PAIRS, every_step="DDP")
     return f"{about}\n\n{rows}"

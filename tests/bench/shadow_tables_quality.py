@@ -70,9 +70,10 @@ def run(strategy: Strategy, lr: float, seed: int) -> tuple[float, float]:
 def section(d: dict[str, Any]) -> str:
     """Returns the page's section, from the raw numbers."""
     about = (
-        f"{RANKS - 1} simulated trainers and a server that has the tables, with real tensors; ClickThrough with "
-        f"{replicated(TASK) / 1e3:.0f} kB beside the tables, {STEPS} steps of {BATCH} examples each, Adam. Each shadow "
-        f"has a Link on which it synchronises every {GAP} steps or so, the foreground forms do so every {GAP}. {BUDGET}"
+        f"{RANKS - 1} simulated trainers with real tensors train ClickThrough with Adam, {STEPS} steps of {BATCH} "
+        f"examples each. A server has the embedding tables. The other parameters have {replicated(TASK) / 1e3:.0f} kB. "
+        f"The foreground forms synchronise every {GAP} steps. Each shadow has a link that lets it synchronise about as "
+        f"often. {BUDGET}"
     )
     return f"{about}\n\n{compared(d['ways'], PAIRS)}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 from tests.bench.cells import SEEDS
 
@@ -20,6 +21,12 @@ def spread(values: list[float]) -> str:
 
 def low_high(values: list[float], digits: int = 2) -> str:
     return f"{min(values):.{digits}f} to {max(values):.{digits}f}"
+
+
+def listed(parts: Sequence[object], last: str = "and") -> str:
+    """Formats a list in words: "a, b and c"."""
+    *first, end = map(str, parts)
+    return f"{', '.join(first)} {last} {end}" if first else end
 
 
 def kept(good: bool, asked: str) -> str:
