@@ -126,8 +126,8 @@ def summarise_simulator(found: Found) -> list[str]:
         rows = {n: r for n, r in found["scale"]["rows"].items() if "refused" not in r["each"]}
         quick = sum(min(scale.count_seconds(one) for one in row.values()) <= scale.ASKED for row in rows.values())
         said.append(
-            f"{found['scale']['steps']} steps of {found['scale']['ranks']} ranks take at most {scale.ASKED:g} s in the simulator "
-            f"under {quick} of {len(rows)} strategies; DDP takes {scale.count_seconds(rows['DDP']['alike']):.1f} s."
+            f"In the simulator, {found['scale']['steps']} steps of {found['scale']['ranks']:,} ranks take at most {scale.ASKED:g} s "
+            f"under {quick} of {len(rows)} strategies. DDP takes {scale.count_seconds(rows['DDP']['alike']):.1f} s if one replica stands for all."
         )
     if "planning" in found:
         fresh = statistics.median(row["seconds"] for row in found["planning"] if not row["loaded"])

@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests.bench.words import listed
 from workbench import simulate
 from workbench.experiment import Experiment
 from workbench.fabric import Fabric, Link
@@ -75,7 +76,7 @@ def apart(name: str, ranks: int, steps: int, alike: bool) -> dict[str, Any]:
 def text(found: dict[str, Any]) -> str:
     """Returns the section of a page of docs/project/benchmarks/."""
     rows = {name: row for name, row in found["rows"].items() if "refused" not in row["each"]}
-    lines = ["| strategy | seconds, alike | seconds, each | spans | peak of memory (GB) | load |",
+    lines = ["| strategy | seconds, one replica | seconds, every rank | spans | peak memory (GB) | load |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for name, row in sorted(rows.items(), key=lambda pair: count_seconds(pair[1]["each"])):
         each, alike = row["each"], row.get("alike")
@@ -85,21 +86,27 @@ def text(found: dict[str, Any]) -> str:
                       if "refused" in row["each"])  # fmt: skip
     best = {name: min(count_seconds(each) for each in row.values()) for name, row in rows.items()}
     late = [name for name, seconds in best.items() if seconds > (OF_DDP if name == "DDP" else ASKED)]
-    verdict = "All that were measured keep it." if not late else f"Not kept either way by {', '.join(late)}."
+    verdict = f"No way meets the goal for {listed(late)}." if late else "All measured strategies keep it."
     each = [row["each"] for row in rows.values() if "spans" in row["each"]]
     if late and each:
         per = sorted(1e6 * row["seconds"] / row["spans"] for row in each)
-        verdict += (f" A span takes {per[0]:.0f} to {per[-1]:.0f} µs of Python: of messages, changes of state and "
-                    f"tensors without values around it. In profiles of KFAC, AsyncDrop and SyncServer no function "
-                    f"takes a tenth of that by itself, and without garbage collection it is the same.")  # fmt: skip
+        verdict += (f"\n\nA span takes {per[0]:.0f} to {per[-1]:.0f} µs of Python. This includes its messages, "
+                    "changes of state and tensors without values. In profiles of KFAC, AsyncDrop and SyncServer no "
+                    "function takes 10 % of this time by itself. It takes the same time without garbage "
+                    "collection.")  # fmt: skip
     left = [name for name in names() if name not in found["rows"]]
     verdict += f" Not measured yet: {', '.join(left)}." if left else ""
     return (
-        f"{found['steps']} steps of ByteGPT, sizes only, knobs as usual; "
-        f"the process's own seconds on one of two cores, beside the load (processes that want to run) that is given, "
-        f"which makes them longer, too. Alike: one replica stands for all (`alike=True`; a dash: its ranks are not); "
-        f"each: every rank by itself. Asked: at most {ASKED:g} s, DDP {OF_DDP:g}; given up after {LIMIT:g}. {verdict}"
-        f"\n\n" + "\n".join(lines) + "\n" + (f"\nNot simulated:\n{refused}\n" if refused else "")
+        f"A simulation has {found['steps']} steps of ByteGPT with default knobs, and no tensor values. Seconds are "
+        "processor seconds of one process on one of two cores. The load is the mean number of processes that want to "
+        "run in the last minute. A higher load makes these seconds longer.\n\n"
+        "- One replica: it stands for all replicas (`alike=True`). A dash: the strategy's ranks are not alike.\n"
+        "- Every rank: the simulator runs each rank.\n\n"
+        f"Goal: at most {ASKED:g} s in one of these ways, and at most {OF_DDP:g} s for DDP. A simulation is abandoned "
+        f"after {LIMIT:g} s. {verdict}\n\n"
+        + "\n".join(lines)
+        + "\n"
+        + (f"\nNot simulated:\n{refused}\n" if refused else "")
     )
 
 

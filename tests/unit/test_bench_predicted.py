@@ -102,7 +102,11 @@ def test_the_page_shows_the_simulators_time_and_what_misses_the_goal() -> None:
             "X": {"each": {"refused": "cannot be"}}, "KFAC": {"each": {"late": 300.0, "load": 2.0}},
             "ZeRO3": {"each": {**row, "seconds": 99.0}, "alike": {**row, "seconds": 2.5}}}  # fmt: skip
     said = scale.text({"ranks": 1024, "steps": 100, "rows": rows})
-    assert "Not kept either way by DDP, KFAC." in said and "- X: cannot be" in said and "| Gossip | - | 29.0 |" in said
+    assert (
+        "No way meets the goal for DDP and KFAC." in said
+        and "- X: cannot be" in said
+        and "| Gossip | - | 29.0 |" in said
+    )
     assert "| ZeRO3 | 2.5 | 99.0 |" in said and "| KFAC | - | over 300 | - | - | 2 |" in said
 
 
