@@ -141,16 +141,16 @@ def summarise_diagnosis(found: Found) -> list[str]:
     if "named" in found:
         trials = [t for name, cell in found["named"].items() if "apart" not in name for t in cell["trials"]]
         alarms = sum(len(cell["free"]) for cell in found["named"].values())
+        looks = sum(cell["free_looks"] for cell in found["named"].values())
         said.append(
-            f"A rank that is 10 % late was named with the right phase in {sum(map(named.right, trials))} of {len(trials)} trials. "
-            f"Without a late rank nobody was named, at {sum(c['free_looks'] for c in found['named'].values())} looks."
-            if not alarms else f"There were {alarms} false alarms."
-        )  # fmt: skip
+            f"If a rank is 10 % slower, the analysis names it and its phase in {sum(map(named.right, trials))} of {len(trials)} trials. "
+            f"It raises a false alarm at {alarms} of {looks:,} looks."
+        )
     if "tuned" in found:
         each = [tuned.ratio(cell) for name, cell in found["tuned"].items() if name in tuned.LINKS]
         said.append(
-            f"On {len(each)} links a step with the setting that `lab.tune` found took {min(each):.2f} to {max(each):.2f} times that of "
-            f"the best of all settings, at a rate at which nothing is learned."
+            f"On {len(each)} links, `lab.tune` finds a setting with {min(each):.2f} to {max(each):.2f} times the best setting's step time. "
+            f"The model learns nothing in this test, because of a tiny learning rate."
         )
     return said
 

@@ -67,7 +67,8 @@ def section(cells: dict[str, Any]) -> str:
     """Returns the section of a page of docs/project/benchmarks/. `noted` is entered by hand."""
     noted = " " + cells["noted"] if "noted" in cells else ""
     cells = {name: cells[name] for name in LINKS if name in cells}
-    lines = ["| wire | search / best of the sweep | steps | of the sweep's | found | the sweep's best |",
+    lines = ["| link | step, found / best of the sweep | search steps | share of the sweep's steps | found | "
+             "best of the sweep |",
              "| --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     kept = []
     for name, cell in cells.items():
@@ -76,14 +77,14 @@ def section(cells: dict[str, Any]) -> str:
         lines.append(f"| {name} | {ratio(cell):.3f} | {cell['steps']} | {share:.2f} of {cell['swept']} | "
                      f"{_short(cell['found'])} | {_short(cell['best'])} |")  # fmt: skip
     return (
-        "`lab.tune` over bucket, compressor and strategy on two paced ranks "
-        f"({PACE:g} ms of compute; {len(next(iter(cells.values()))['seconds'])} settings), and after it each setting "
-        f"measured as a trial is, in the same run. At a rate of {LR:g} nothing is learned, so that no loss leaves its "
-        "trend: what counts is the step.\n\n"
+        f"`lab.tune` searches {len(next(iter(cells.values()))['seconds'])} settings of bucket size, compressor and "
+        f"strategy on two ranks with {PACE:g} ms of paced compute. Then the same run measures each setting as a trial "
+        f"does. This is the sweep. At a learning rate of {LR:g} the model learns nothing. So no loss leaves its trend, "
+        "and only the step counts. The settings show bucket size (MB), compressor and strategy.\n\n"
         + "\n".join(lines)
-        + f"\n\nAsked: at most {WITHIN:g} times the sweep's best, with at most {SHARE:g} of its steps: kept on "
-        f"{sum(kept)} of {len(kept)} wires.{noted} On a virtual clock, where codecs cost what the search does not "
-        "know: `tests/unit/test_tuning_watched.py`.\n"
+        + f"\n\nGoal: at most {WITHIN:g} times the sweep's best step, with at most {SHARE:g} of its steps: kept on "
+        f"{sum(kept)} of {len(kept)} links.{noted} `tests/unit/test_tuning_watched.py` tests the search on a virtual "
+        "clock, with costs of codecs that it does not know.\n"
     )
 
 
