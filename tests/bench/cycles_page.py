@@ -9,9 +9,9 @@ from tests.cycles import RANKS, VARIANTS
 
 ASKED = 100  # cycles
 ABOUT = f"""`make cycles` opens a lab of {RANKS} ranks, makes one run and closes the lab, again and again.
-{len(VARIANTS)} variants take turns. The first cycle of a call warms up. After every other cycle the campaign counts
-what the kernel's process and the machine have more than after the warm-up: descriptors, threads, processes, files,
-shared memory.
+{len(VARIANTS)} variants take turns. The first cycle of a call is a warm-up. After each later cycle the campaign counts
+descriptors, threads, processes, files and shared memory of the kernel's process and of the machine. A cycle leaves
+something if one of these counts is higher than after the warm-up.
 """
 
 
@@ -21,7 +21,7 @@ def describe(cycles: dict[str, Any]) -> str:
     if not rows:
         return f"{ABOUT}\nNot measured yet.\n"
     leaks = [row for row in rows if row["left"]]
-    missing = f" **{ASKED - len(rows)} of {ASKED} cycles are still to be made.**" if len(rows) < ASKED else ""
+    missing = f" **{ASKED - len(rows)} of {ASKED} cycles are not made yet.**" if len(rows) < ASKED else ""
     counts = Counter((row["strategy"], row["end"]) for row in rows)
     grew = Counter((row["strategy"], row["end"]) for row in leaks)
     table = ["| strategy | end | cycles | left something |", "| --- | --- | --- | --- |"]

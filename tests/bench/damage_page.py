@@ -11,15 +11,16 @@ ABOUT = f"""`make damage` changes one file of a checkpoint, or of a record, and 
 times for each, by seed. {DIGITS:,} seeds change a digit of the checkpoint's manifest. Reading a checkpoint is right if
 it gives the same values, or a `RunError` that names the file and the older checkpoint. Reading a record is right if it
 gives the same rows, or fewer rows with a line in `run.warnings`, or a `RunError`. A file that was cut between two
-batches looks like that of a killed rank, so its rows may end early without a warning. Some seeds go on: the checkpoint
-is resumed, or the record is drawn as a page.
+batches looks like the file of a killed rank, so its rows may end early without a warning. For some seeds the test also
+resumes the checkpoint, or draws the record as a page.
 """
 WAYS = {
     "digit of the manifest": "a digit of the manifest", "digit": "a digit", "flip": "a flipped bit",
-    "set_byte": "another byte", "clear": "a stretch of zeros", "repeat": "a stretch over another one",
-    "insert": "bytes inserted", "leave_out": "bytes left out", "cut": "cut off", "append": "bytes behind the end",
-    "swap": "two files change places", "remove": "a file is gone",
-    "replace": "a link, a pipe or a folder in its place",
+    "set_byte": "another byte", "clear": "a stretch of zeros", "repeat": "a stretch copied over another stretch",
+    "insert": "bytes inserted", "leave_out": "bytes removed", "cut": "end cut off",
+    "append": "bytes appended",
+    "swap": "two files swapped", "remove": "a file removed",
+    "replace": "a link, a pipe or a folder in place of a file",
 }  # fmt: skip
 OUTCOMES = {"refused": "refused", "warned": "read with a warning", "same": "the same values",
             "shorter": "cut between batches", "wrong": "wrong"}  # fmt: skip
@@ -34,7 +35,7 @@ def describe(found: dict[str, Any]) -> str:
 
 def tell(name: str, found: dict[str, Any]) -> str:
     """Returns the results of the changes to a checkpoint or a record."""
-    left = f" **{COUNT - found['next']:,} of {COUNT:,} are still to be made.**" if found["next"] < COUNT else ""
+    left = f" **{COUNT - found['next']:,} of {COUNT:,} are not made yet.**" if found["next"] < COUNT else ""
     head = f"A {name}: {found['next']:,} changes, {len(found['wrong'])} wrong.{left}\n"
     lines = [f"| change | {' | '.join(OUTCOMES.values())} |", "| --- " * (len(OUTCOMES) + 1) + "|"]
     for way, words in WAYS.items():

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 MEDIAN, LATEST = 1.0, 3.0  # seconds: required of the median, quiet, and of the 95th percentile, busy
-ABOUT = """In a lab of four ranks one rank after another is killed until one is left. Strategy, victim and moment are
-random (`python -m tests.deaths`). A kill counts as noticed when a note of the lab names it. It is survived if all
-remaining ranks complete a new step. The load is the average of the last five minutes, at the end; it includes the ranks
-themselves.
+ABOUT = """A lab has four ranks. The test kills one rank after another until one is left. Strategy, victim and moment
+are random (`python -m tests.deaths`). A kill counts as noticed when a note of the lab names it. A kill counts as
+survived when all remaining ranks have completed a new step. The load is the average of the last five minutes,
+at the end. It includes the ranks themselves.
 """
 
 
 def section(each: list[dict[str, Any]]) -> str:
     """Returns a row for each series of kills, and whether it met the requirement."""
     lines = ["| ranks hold | with two busy processes | kills | survived | "
-             "noticed (s: median, 95th percentile, worst) | all go on (s) | load |",
+             "seconds until noticed (median, 95th percentile, worst) | "
+             "seconds until all remaining ranks train (median, 95th percentile, worst) | load |",
              "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for one in each:
         parts, busy = "parts" if one["partitions"] else "the whole model", "yes" if one["busy"] else "no"
@@ -35,4 +36,4 @@ def verdict(one: dict[str, Any]) -> str:
     took, words = one["seen"][name], {"p95": "95th percentile", "median": "median"}[name]
     where = f"{'parts' if one['partitions'] else 'whole models'}, {'busy' if one['busy'] else 'quiet'}"
     kept = "kept" if took <= most else "**not kept**"
-    return f"- {where}: the {words} of noticing must be within {most:g} s; it is {took:.2f} s: {kept}."
+    return f"- {where}: the {words} until a kill is noticed is {took:.2f} s. The limit of {most:g} s is {kept}."

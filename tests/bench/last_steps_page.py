@@ -8,7 +8,8 @@ from typing import Any
 from tests.last_steps import LAST, MORE, PAIRS, RANKS
 
 ABOUT = f"""`make last-steps` trains {RANKS} ranks for {LAST} steps under each pair of strategy and partition. It
-resumes the checkpoint of the last step and makes {MORE} more. A pair passes if all losses of these are finite numbers.
+resumes the checkpoint of the last step and makes {MORE} more steps. A pair passes if all losses of these steps are
+finite.
 """
 
 
@@ -17,7 +18,7 @@ def describe(found: dict[str, Any]) -> str:
     if not found:
         return f"{ABOUT}\nNot measured yet.\n"
     every = Counter(one["outcome"] for one in found.values())
-    left = f" **{len(PAIRS) - len(found)} pairs are still to be tried.**" if len(found) < len(PAIRS) else ""
+    left = f" **{len(PAIRS) - len(found)} pairs are not tried yet.**" if len(found) < len(PAIRS) else ""
     lines = [ABOUT, f"{len(found)} pairs: {every['resumed']} resumed, {every['refused']} cannot train or make no "
                     f"checkpoint at their last step, {every['wrong']} wrong.{left}\n"]  # fmt: skip
     wrong = [f"- {name}: {one['why'].strip().splitlines()[-1][:200]}" for name, one in found.items()

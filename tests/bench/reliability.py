@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench import cycles_page, damage_page, deaths_page, joins_page, last_steps_page, soak_page
+from tests.bench.joins_page import quote_error
 from tests.bench.recovering import table as others
 
 ROOT = Path(__file__).parents[2]
-# Sections between "A hundred kills" and "Changes without faults": heading, file in docs/data, function for the text.
+# Sections between "Killed ranks" and "Changes without faults": heading, file in docs/data, function for the text.
 SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
     ("Faults while ranks join", "joins.json", joins_page.describe),
     ("Damaged checkpoints and records", "damage.json", damage_page.describe),
@@ -30,18 +31,18 @@ SECTIONS: tuple[tuple[str, str, Callable[[dict[str, Any]], str]], ...] = (
 )
 CHANGES, FAULTS = 10_000, 500  # required
 KINDS = {
-    "kill": "the engine of a rank killed (SIGKILL)",
-    "freeze": "the engine of a rank stopped for up to 3 s (SIGSTOP)",
+    "kill": "a rank's engine killed (SIGKILL)",
+    "freeze": "a rank's engine stopped for up to 3 s (SIGSTOP)",
     "join": "a rank joins",
     "leave": "a rank is removed",
-    "cut": "every connection between two ranks shut down",
-    "interrupt": "the kernel interrupted in the middle of a call",
+    "cut": "all connections between two ranks shut down",
+    "interrupt": "the kernel interrupted during a call",
     "end_controller": "ipyparallel's controller killed",
     "kernel": "the kernel killed",
 }
 KERNELS = {"kernel at any moment": "the kernel killed at any moment: no process remains",
-           "kernel training": "during training, in half of them with an engine stopped: no process remains",
-           "kernel detached": "with its lab detached: the lab attaches again, its record complete"}  # fmt: skip
+           "kernel training": "killed during training, in half of the cases with a stopped engine: no process remains",
+           "kernel detached": "killed with a detached lab: it attaches again with a complete record"}  # fmt: skip
 OTHERS = """| | statement | source |
 | --- | --- | --- |
 | torchft | Tolerates faults per step: members may change between two steps, heartbeats show health, \
@@ -52,7 +53,7 @@ HSDP); LocalSGD and DiLoCo are experimental. It promises no time. | \
 [issue 35](https://github.com/meta-pytorch/torchft/issues/35) |
 | | Only a time limit ends a hanging collective on the other members. The issue proposes to end it when heartbeats \
 stop. | [issue 164](https://github.com/meta-pytorch/torchft/issues/164) |
-| | A user measured 948 s from a fault until all members trained again (Llama 3 8B, torchtitan), and asks why. | \
+| | A user measured 948 s from a fault until all members trained again (Llama 3 8B, torchtitan). The user asks why. | \
 [issue 329](https://github.com/meta-pytorch/torchft/issues/329) |
 | torchrun | When a worker fails, or members change, the agent restarts all workers, at most `--max-restarts` \
 times in total. | [elastic agent](https://docs.pytorch.org/docs/stable/elastic/agent.html), \
@@ -106,8 +107,8 @@ def table(rounds: Each) -> str:
     seen, on = gathered(rounds, "noticed"), gathered(rounds, "recovered")
     ended = Counter(one["at"] for one in rounds if one["at"] and not one["wrong"])
     wrong = Counter(one["at"] for one in rounds if one["wrong"])
-    lines = ["| fault | injected | survived | ended with an error | wrong | noticed (s: median, worst) | "
-             "all go on (s) |",
+    lines = ["| fault | injected | survived | ended with an error | wrong | seconds until noticed (median, worst) | "
+             "seconds until all remaining ranks train (median, worst) |",
              "| --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
     for kind, words in KINDS.items():
         survived = done[kind] - ended[kind] - wrong[kind]
@@ -160,43 +161,71 @@ def counted(rounds: Each) -> tuple[int, int]:
 
 
 def wrongs(rounds: Each, broken: Each, calm: Each) -> list[str]:
-    """Returns a line for each wrong result, with later repairs."""
+    """Returns a line for each wrong result, with its cause if a later change removed it."""
     found = [(f"seed {one['seed']}, after {one['at']}", one) for one in rounds if one["wrong"]]
     found += [(f"without faults, seed {one['seed']}", one) for one in calm if one["wrong"]]
-    lines = [f"- {where}: {one['wrong'].splitlines()[0][:160]}… "
-             f"{'Mended since: ' + one['mended'] if 'mended' in one else 'Not mended yet.'}"
+    lines = [f"- {where}: {quote_error(one['wrong'].splitlines()[0][:160] + '…')}. "
+             f"{'Cause, removed since: ' + one['mended'] if 'mended' in one else 'Not fixed yet.'}"
              for where, one in found]  # fmt: skip
-    return lines + [f"- interrupt {one['round']}, {one['point']}: {one['outcome'][7:300]}" for one in broken
-                    if one["outcome"].startswith("WRONG")]  # fmt: skip
+    return lines + [f"- interrupt {one['round']}, {one['point']}: {quote_error(one['outcome'][7:300])}"
+                    for one in broken if one["outcome"].startswith("WRONG")]  # fmt: skip
+
+
+def list_wrong(rounds: Each, broken: Each, calm: Each) -> str:
+    """Returns the section on wrong results, or nothing if there are none."""
+    found = "\n".join(wrongs(rounds, broken, calm))
+    return f"## Rounds that ended wrong\n\n{found}\n\n" if found else ""
 
 
 def since(rounds: Each, broken: Each) -> str:
-    """Returns sentences on the successes since the last wrong round, if there is one."""
+    """Returns sentences on the successes after the last wrong round, if there is one."""
     last = max((number for number, one in enumerate(rounds) if one["wrong"]), default=None)
     if last is None:
         return ""
     applied, faults = counted(rounds[last + 1 :])
-    text = f"In the {len(rounds) - last - 1} rounds since the last of them: {applied:,} changes, {faults} faults, " \
-           f"nothing lost."  # fmt: skip
+    text = f" The {len(rounds) - last - 1} rounds after the last wrong round had {applied:,} changes and {faults} " \
+           f"faults, and lost nothing."  # fmt: skip
     every = faults + len(broken)
     if not wrongs([], broken, []) and applied >= CHANGES and every >= FAULTS:
         text += f" With the interrupts, which lost nothing either, these are {every} faults, as required."
-    return f"{text}\n"
+    return text
 
 
 def against(rounds: Each, broken: Each, calm: Each) -> str:
     """Returns sentences that compare the results so far with the requirement."""
     (applied, faults), quietly = counted(rounds), sum(one.get("applied", 0) for one in calm)
     changes, harmed, wrong = applied + quietly, faults + len(broken), wrongs(rounds, broken, calm)
-    text = (f"The goal is {CHANGES:,} changes and {FAULTS:,} faults without any loss. So far: {changes:,} of "
-            f"{CHANGES:,} changes ({applied:,} in campaigns, {quietly:,} without faults) and {harmed:,} of {FAULTS:,} "
-            f"faults ({faults} in campaigns, {len(broken)} interrupts). ")  # fmt: skip
+    text = (f"{changes:,} changes ({applied:,} in campaigns, {quietly:,} without faults) and {harmed:,} faults "
+            f"({faults} in campaigns, {len(broken)} interrupts). {len(wrong)} ended wrong. The goal is {CHANGES:,} "
+            f"changes and {FAULTS:,} faults without any loss. ")  # fmt: skip
     if changes < CHANGES or harmed < FAULTS:
-        text += "**That is not reached yet.** "
+        text += "**The goal is not reached yet.**"
     else:
-        text += "**The numbers are reached, but not without loss.** " if wrong else "That is reached. "
-    text += f"{len(wrong)} ended wrong{':' if wrong else '.'}\n"
-    return text + ("\n" + "\n".join(wrong) + "\n\n" + since(rounds, broken) if wrong else "")
+        text += "**The numbers are reached, but not without loss.**" if wrong else "The goal is reached."
+    return text + since(rounds, broken)
+
+
+def overview(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], kills: Each, more: dict[str, Any]) -> str:
+    """Returns a table with a row for each test: its size, and how many of its tries went wrong."""
+    joins = [one for one in more.get("joins.json", {}).get("each", []) if joins_page.counts(one)]
+    damage, steps = more.get("damage.json", {}).values(), more.get("last_steps.json", {}).values()
+    cycles = more.get("cycles.json", {}).get("cycles", [])
+    (applied, faults), quietly = counted(rounds), sum(one.get("applied", 0) for one in calm)
+    killed, survived = (sum(one[what] for one in kills) for what in ("kills", "survived"))
+    rows = [
+        ("Campaigns", f"{applied:,} changes and {faults} faults", sum(bool(one["wrong"]) for one in rounds)),
+        ("Killed ranks", f"{killed} kills", killed - survived),
+        ("Faults while ranks join", f"{len(joins)} rounds", sum(one["outcome"] == "wrong" for one in joins)),
+        ("Damaged checkpoints and records", f"{sum(one['next'] for one in damage):,} changed files",
+         sum(len(one["wrong"]) for one in damage)),
+        ("Checkpoints of a last step", f"{len(steps)} pairs", sum(one["outcome"] == "wrong" for one in steps)),
+        ("Labs that open and close", f"{len(cycles)} cycles", sum(bool(one["left"]) for one in cycles)),
+        ("Changes without faults", f"{quietly} changes", sum(bool(one["wrong"]) for one in calm)),
+        ("Interrupts", f"{len(broken)} interrupts", len(wrongs([], broken, []))),
+        ("Memory over an hour", f"{hour.get('minutes', 0):g} minutes", len(hour.get("wrong", ()))),
+    ]  # fmt: skip
+    lines = [f"| [{head}](#{head.lower().replace(' ', '-')}) | {size} | {wrong} |" for head, size, wrong in rows]
+    return "\n".join(["| test | size | wrong |", "| --- | --- | --- |", *lines])
 
 
 def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Each | None = None,
@@ -206,49 +235,56 @@ def page(rounds: Each, broken: Each, calm: Each, hour: dict[str, Any], same: Eac
     files = ", ".join(f"`docs/data/{name}`" for _, name, _ in SECTIONS)
     return f"""# Reliability: stress tests of labs
 
-Written by `python -m tests.bench.reliability` from `docs/data/campaigns/`, `docs/data/deaths/`,
-`docs/data/torture.json`, `docs/data/interrupts.json`, `docs/data/soak.json`, `docs/data/recovering.json` and
+**Question:** What do labs survive when ranks are killed, changed and damaged at random?
+
+**Result:** {against(rounds, broken, calm)}
+
+**Machine:** 2 shared cores. Other work ran next to most of these tests. So the times of campaigns are upper bounds.
+
+{overview(rounds, broken, calm, hour, kills or [], more or {})}
+
+`python -m tests.bench.reliability` wrote this page from `docs/data/campaigns/`, `docs/data/deaths/`,
+`docs/data/torture.json`, `docs/data/interrupts.json`, `docs/data/soak.json`, `docs/data/recovering.json`,
 {files}.
 
-{against(rounds, broken, calm)}
 ## Campaigns
 
-A round is one lab of five engines (seeds before 20008: six) and a run that begins with four ranks, on two shared
-cores. It makes live changes in waves, and then a fault. A fault is survived if all remaining ranks make steps again
-within 60 s. If no rank has the lost state, the run may end with an error that says so. At the end of a round all ranks
-are bit-identical, and no row is lost or duplicate. Times after a death begin with the death, other times with the end
-of the fault. The machine was also busy with other work, so the times are upper bounds.
+A round is one lab of 5 engines (seeds before 20008: 6) and one run that begins with 4 ranks. The campaign makes live
+changes in waves, and then causes a fault. A run survives the fault if all remaining ranks make steps again within
+60 s. If no rank has the lost state, the run may end with an error that says so. At the end of a round all ranks are
+bit-identical, and no row is lost or duplicate. Times after a death begin with the death. Other times begin with the
+end of the fault.
 
 {table(rounds)}
 
 {campaigns(rounds)}
 
-## A hundred kills
+{list_wrong(rounds, broken, calm)}## Killed ranks
 
 {deaths_page.section(kills or [])}
 
 {sections}## Changes without faults
 
-Four ranks make two runs in a lab, with bursts of up to eight changes at once, also to pipelines and slices. No step
-mixes settings, all ranks are bit-identical, no row is lost, and the second run leaves no more threads or descriptors
-than the first.
+4 ranks make 2 runs in a lab. Each run has bursts of up to 8 changes at once, also to pipelines and slices. The test
+checks that no step mixes settings, that all ranks are bit-identical, and that no row is lost. The second run must not
+leave more threads or descriptors than the first.
 
 {without_faults(calm)}
 
 ## Interrupts
 
-A cell runs in a Jupyter kernel, which gets one SIGINT at a random moment of the cell. Afterwards every rank makes ten
-more steps, or the lab closes and leaves no process, descriptor, shared memory or file.
+A Jupyter kernel runs a cell and receives one SIGINT at a random moment of the cell. Then each rank must make ten more
+steps, or the lab must close. A closed lab may not leave a process, a descriptor, shared memory or a file.
 
 {interrupts(broken)}
 
-## An hour
+## Memory over an hour
 
 {soak_page.text(hour)}
 
 {others.section(same or [])}## Promises of other systems
 
-These statements are from their own documentation and issues, read in November 2026.
+The statements are from the systems' own documentation and issues, as of November 2026.
 
 {OTHERS}"""
 

@@ -9,15 +9,16 @@ from typing import Any
 FLAT = 0.05  # smaller growth counts as flat
 ALONE = {"kernel pss": "the kernel, MB", "record": "the record in its memory, MB",
          "kernel pss without the record": "the kernel without the record, MB",
-         "kernel anonymous without the record": "the same, anonymous pages, MB",
+         "kernel anonymous without the record": "the kernel without the record, anonymous pages, MB",
          "controller pss": "ipyparallel's controller, MB", "kernel descriptors": "descriptors of the kernel",
          "kernel threads": "threads of the kernel", "controller descriptors": "descriptors of the controller",
          "disk": "the run directory, MB"}  # fmt: skip
 EACH = {"pss": "MB", "anonymous": "MB of anonymous pages", "descriptors": "descriptors", "threads": "threads"}
 GROWS = ("kernel pss", "record", "disk")  # with the record, which is kept whole
 MEASURED = """Memory is a process's proportional share (Pss), read every ten seconds. The share of a mapped file changes
-when other processes map it or end, so the table also has the pages that belong to no file (Anonymous). Engines are the
-ones that lasted for the whole run. The record stays complete, in memory and on disk, so it grows with the rows."""
+when other processes map it or end. So the table also has the pages that belong to no file (anonymous). The rows on
+engines show engines that lasted for the whole run. The record stays complete, in memory and on disk, so it grows with
+the rows."""
 
 
 def text(found: dict[str, Any]) -> str:
@@ -29,9 +30,9 @@ def text(found: dict[str, Any]) -> str:
     about = f"""`make soak`: {found["ranks"]} ranks train for {found["minutes"]:g} minutes on two shared cores,
 and reach step {found["steps"]:,}. The ranks applied {done["applied"]} live changes and refused
 {done.get("refused", 0)}. {done.get("killed", 0)} engines were killed and replaced{back}. In addition to the planned
-checkpoints there were {done.get("checkpoints", 0)} requested ones. A page read the dashboard:
-{read["messages"]:,} messages, {read["mb"]:g} MB, {read["longest"] / 1e6:.1f} MB the longest. It was loaded again
-{read["opened"] - 1} times."""
+checkpoints, {done.get("checkpoints", 0)} checkpoints were requested. A page read the dashboard:
+{read["messages"]:,} messages with {read["mb"]:g} MB. The longest message had {read["longest"] / 1e6:.1f} MB. The page
+was loaded again {read["opened"] - 1} times."""
     said = f"{len(wrong)} went wrong:\n\n" + "\n".join(f"- {one.splitlines()[0][:300]}" for one in wrong)
     notes = "\n".join(f"- {note}" for note in found.get("notes", ()))  # by hand: causes, and other load
     return "\n\n".join([fill(about, 120), said if wrong else "Nothing went wrong.", MEASURED, table(found["grown"]),
@@ -49,7 +50,7 @@ def rows(grown: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
 
 def table(grown: dict[str, list[float]]) -> str:
     """Returns a table of medians of minutes 10 to 20 and of the last ten."""
-    lines = ["| | minutes 10 to 20 | the last ten minutes | times |", "| --- | --- | --- | --- |"]
+    lines = ["| | minutes 10 to 20 | the last ten minutes | ratio |", "| --- | --- | --- | --- |"]
     return "\n".join(lines + [f"| {words} | {a:g} | {b:g} | {times:.2f} |" for words, (a, b, times) in rows(grown)])
 
 
@@ -60,4 +61,7 @@ def verdict(grown: dict[str, list[float]]) -> str:
     growing = [ALONE[name] for name in GROWS]
     more = [f"{words} ({times:.2f})" for words, (_, _, times) in rows(grown)
             if words not in growing and times > 1 + FLAT]  # fmt: skip
-    return f"Not within {FLAT:.0%}: {', '.join(more)}." if more else f"All but the record is flat within {FLAT:.0%}."
+    most = f"{100 * FLAT:.0f} %"
+    if not more:
+        return f"Nothing grew by more than {most}, except for the record."
+    return f"Grew by more than {most}: {', '.join(more)}."

@@ -39,8 +39,8 @@ def test_growth_is_distinguished_from_the_records_size() -> None:
     assert found["rank 0 pss"][:2] == [214.5, 254.5] and found["rank 0 threads"] == [9, 9, 1.0]
     assert not any(name.startswith(("rank 4", "rank 8")) for name in found), "they were not there all the time"
     assert grown(looks(25)) == {}, "the last ten minutes are to begin after the first window"
-    assert "Not within 5%: the engine that grew most, of 1: MB (1.19)." in soak_page.verdict(found)
-    assert soak_page.verdict(grown(looks(60))) == "All but the record is flat within 5%."
+    assert "Grew by more than 5 %: the engine that grew most, of 1: MB (1.19)." in soak_page.verdict(found)
+    assert soak_page.verdict(grown(looks(60))) == "Nothing grew by more than 5 %, except for the record."
 
 
 def test_the_page_has_the_actions_of_the_hour() -> None:
