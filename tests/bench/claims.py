@@ -94,12 +94,12 @@ def comparable(name: str, where: str) -> bool:
 
 def slow_text(found: Results) -> str:
     asked = [  # strategy, where, whether it must beat DDP, why
-        ("BackupWorkers", SLOW, True, "it does not wait for the last"),
-        ("AsyncServer", SLOW, True, "only the slow rank itself is slow"),
-        ("BoundedStaleness", STUMBLE, True, "a rank that has stumbled catches up before the bound is "
-         "reached, and nobody waits"),
-        ("BoundedStaleness", SLOW, False, "a rank that is always slow never catches up: once the others are the "
-         "bound ahead, all go at its pace, as in DDP"),
+        ("BackupWorkers", SLOW, True, "It does not wait for the slowest rank."),
+        ("AsyncServer", SLOW, True, "Only the slow rank itself is slow."),
+        ("BoundedStaleness", STUMBLE, True, "After a random slowdown a rank catches up before the bound "
+         "is reached, so no rank waits."),
+        ("BoundedStaleness", SLOW, False, "A rank that is always slow never catches up. Once the other ranks "
+         "reach the bound, all ranks run at its speed, as in DDP."),
     ]  # fmt: skip
     lines, lacking = [], []
     for name, where, beats, why in asked:
@@ -115,12 +115,12 @@ def slow_text(found: Results) -> str:
                 f"{label}{tempo(name)}",
                 where,
                 speed(pace),
-                f"{'faster' if beats else 'no faster'}{'' if good else ': NOT so'}",
+                f"{'faster' if beats else 'no faster'}{'' if good else ': NOT kept'}",
                 why,
             ]
         )
-    head = ["strategy", "fabric", "times as fast as DDP to the loss", "asked", "why"]
-    about = f"Median of the seeds (lowest to highest); faster means more than {CLEARLY} times as fast.\n\n"
+    head = ["strategy", "network", "times DDP's speed to the target loss", "goal", "reason"]
+    about = f"Median of the seeds (lowest to highest). Faster means more than {CLEARLY} times as fast.\n\n"
     return about + (table(head, lines) if lines else "") + (f"\n{missing(*lacking)}" if lacking else "")
 
 
@@ -139,8 +139,8 @@ def selsync_text(found: Results) -> str:
     parts = [f"{_selsync(found, 'Digits', LONG)}"]
     if found.seeds("selsync", "DDP", "Digits, short"):
         parts.append(
-            "Early in training, where accuracy still rises steeply, even averaging parameters in every step is behind "
-            f"averaging gradients:\n\n{_selsync(found, 'Digits, short', SHORT)}"
+            "Early in training, accuracy still rises steeply. Then averaging parameters, even in every step, gives "
+            f"less accuracy than averaging gradients:\n\n{_selsync(found, 'Digits, short', SHORT)}"
         )
     return "\n".join(parts)
 
@@ -161,8 +161,9 @@ def _selsync(found: Results, where: str, steps: int) -> str:
         good += [label] if synced <= 0.5 and right - accuracy <= 0.01 else []
     if len(lines) == 1:
         return missing("SelSync")
-    verdict = f"At most half of the synchronisations for at most one point: {', '.join(good) or 'NONE of them'}."
-    head = [f"{steps} steps", "steps that synchronise", "accuracy, mean of the seeds", "points against DDP's"]
+    verdict = "Goal: at most half of DDP's synchronisations, at most one point of accuracy lost. "
+    verdict += f"Kept by: {', '.join(good) or 'NONE'}."
+    head = [f"{steps} steps", "steps that synchronise", "accuracy, mean of the seeds", "points more than DDP"]
     return f"{table(head, lines)}\n{verdict}\n"
 
 
@@ -213,21 +214,21 @@ def gossip_text(found: Results) -> str:
         lines += [line] if len(line) == 5 else []
     if not lines:
         return missing("gossip's grid")
-    head = ["port", "ring over DDP, by the model", "simulated", "exponential over DDP, by the model", "simulated"]
+    head = ["port", *(f"{graph}, {by}" for graph in ("ring", "exponential") for by in ("cost model", "simulated"))]
     about = (
-        "Pace over DDP's. By the cost model a step of DDP has 2 (p-1) latencies and 2 (p-1)/p of the model's bytes "
-        "on the wire after its backward; a ring has two messages of the whole model beside it, the one-peer "
-        "exponential graph one. Sizes only. Ranks on a ring do not wait for all, so they drift out of step; then one "
-        "neighbour's message waits at the port for the other's, and a round takes up to three messages' time where the "
-        "model counts two."
+        "Each number is a multiple of DDP's steps per second, with sizes only. In the cost model, DDP communicates "
+        "after its backward: 2 (p-1) latencies, and 2 (p-1)/p of the model's bytes. A ring sends two messages of the "
+        "whole model during forward and backward. The one-peer exponential graph sends one such message. Ranks on a "
+        "ring do not wait for every other rank, so they drift out of step. Then a neighbour's message waits at the "
+        "port for the other neighbour's message. A round then takes the time of up to three; the model counts two."
     )
-    verdict = f"Winner other than the model says: {', '.join(wrong) or 'nowhere'} ({seen} comparisons)."
+    verdict = f"The model names the wrong winner in these of {seen} comparisons: {', '.join(wrong) or 'none'}."
     return f"{about}\n\n{table(head, lines)}\n{verdict}\n"
 
 
 PARTS = (
-    Part("From a common state: few bytes, the same loss", outer_cells, outer_text),
-    Part("Who is slow, and how", list, slow_text),
+    Part("Outer momentum from a common state", outer_cells, outer_text),
+    Part("Stragglers", list, slow_text),
     Part("SelSync on Digits", selsync_cells, selsync_text),
     Part("Gossip: latency or bandwidth", gossip_cells, gossip_text),
 )

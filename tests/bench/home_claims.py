@@ -63,25 +63,25 @@ CLAIMS = (
     ),
     Claim(
         method="BackupWorkers", source="abstract of Chen et al., 2016",
-        paper="Converges faster and to a better accuracy than synchronous training that waits for all.",
+        paper="Converges faster and to a better accuracy than synchronous training, which waits for every rank.",
         row=row(STUMBLING, "BackupWorkers", {"rate": SIX, "backup": (1, 2)}), against=ddp(STUMBLING), looks=SOONER,
     ),
     Claim(
         method="BoundedStaleness", source="abstract of Ho et al., 2013",
         paper="Converges faster than fully synchronous and than asynchronous training.",
         row=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}), against=ddp(STUMBLING), looks=(*SOONER, PACE),
-        because=Because(words="A rank fetches only when its copy is too old, and older parameters cost more than it gains by waiting less", regime=STUMBLING, knobs={"eager": True, "bound": 3}),
+        because=Because(words="A rank fetches only when its copy is too old. Older parameters cost more than the shorter waits gain", regime=STUMBLING, knobs={"eager": True, "bound": 3}),
     ),
     Claim(
-        method="BoundedStaleness, beside no bound", source="abstract of Ho et al., 2013",
+        method="BoundedStaleness, against no bound", source="abstract of Ho et al., 2013",
         paper="Converges faster than fully synchronous and than asynchronous training.",
         row=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}),
         against=row(STUMBLING, "BoundedStaleness", {"rate": tuple(r / 8 for r in RATES)}, fixed={"bound": 64}), looks=(*SOONER, PACE),
-        because=Because(words="Without a bound each rank fetches in every iteration, so that its copy is fresher, and with one only when it is too old", regime=STUMBLING, knobs={"eager": True, "bound": 8}),
+        because=Because(words="Without a bound, each rank fetches in every iteration, so its copy is fresher. With a bound, it fetches only when its copy is too old", regime=STUMBLING, knobs={"eager": True, "bound": 8}),
     ),
     Claim(
         method="BoundedStaleness, eager", source="abstract and experiments of Dai et al., 2015",
-        paper="Fetching before a copy is too old makes staleness less and converges faster, per iteration and per second.",
+        paper="Fetching before a copy is too old reduces staleness. Training converges faster, per iteration and per second.",
         row=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}, fixed={"eager": True}),
         against=row(STUMBLING, "BoundedStaleness", {"rate": SUMMED, "bound": (1, 3, 8)}), looks=SOONER,
     ),
@@ -92,7 +92,7 @@ CLAIMS = (
     ),
     Claim(
         method="EASGD", source="abstract of Zhang et al., 2015",
-        paper="Better than Downpour, for its ranks may explore, and it communicates little.",
+        paper="Better than Downpour, because its ranks may explore. It communicates little.",
         row=row(SKEWED, "EASGD", {"rate": THREE, "every": (4, 16), "beta": (0.45, 0.9)}),
         against=row(SKEWED, "AsyncServer", {"rate": THREE, "push": (4, 16), "fetch": (4, 16)}), looks=(Look("loss", 1.05),),
     ),
@@ -100,11 +100,11 @@ CLAIMS = (
         method="SelSync", source="abstract of Tyagi and Swany, 2023",
         paper="As accurate as synchronous training or more, in up to 14 times less time.",
         row=row(BYTES, "SelSync", {"rate": THREE, "delta": (0.02, 0.03, 0.05, 0.1)}, fixed={"norm_window": 25}), against=ddp(BYTES), looks=(*SOONER, Look("points", -1.0)),
-        because=Because(words="Its question, which all wait for, costs an all-reduce's latency in every step", regime=NO_LATENCY),
+        because=Because(words="In every step all ranks wait for its question, which costs an all-reduce's latency", regime=NO_LATENCY),
     ),
     Claim(
         method="SelSync's injection", source="abstract of Tyagi and Swany, 2023",
-        paper="Sharing a few examples keeps it accurate where ranks see different classes.",
+        paper="If ranks see different classes, sharing a few examples keeps it accurate.",
         row=row(SKEWED, "SelSync", {"rate": THREE, "delta": (0.05, 0.3), "inject_share": (0.25, 0.5)}, fixed={"inject_ranks": 0.5}),
         against=row(SKEWED, "SelSync", {"rate": FOUR, "delta": (0.05, 0.1, 0.3)}), looks=(Look("points", 0.28),),
     ),
@@ -129,7 +129,7 @@ CLAIMS = (
         method="BMUF", source="abstract of Chen and Huo, 2016",
         paper="Almost linear speed-up with the number of GPUs, without loss of accuracy.",
         row=row(EIGHT, "BMUF", {"rate": THREE, "every": (4, 8), "eta": (0.25, 0.5)}), against=ddp(ONE), looks=(Look("pace", 7.2), Look("loss", 0.98)),
-        because=Because(words="It makes an eighth of the updates, which counts as long as the loss falls steeply", regime=EIGHT_LONGER, against=ONE_LONGER),
+        because=Because(words="It makes 1/8 of the updates, which matters as long as the loss falls steeply", regime=EIGHT_LONGER, against=ONE_LONGER),
     ),
     Claim(
         method="PostLocalSGD", source="abstract of Lin et al., 2020",
@@ -138,7 +138,7 @@ CLAIMS = (
     ),
     Claim(
         method="HierarchicalLocalSGD", source="abstract of Lin et al., 2020: it names variants only",
-        paper="Averaging more often where wires are fast saves time where sites are far apart.",
+        paper="If sites are far apart, averaging more often within a site saves time.",
         row=row(SITES, "HierarchicalLocalSGD", {"rate": THREE, "group_every": (1, 4), "every": (8, 16)}, fixed={"group": 2}),
         against=row(SITES, "LocalSGD", {"rate": FOUR, "every": (4, 8, 16)}), looks=SOONER,
     ),
@@ -190,7 +190,7 @@ CLAIMS = (
     ),
     Claim(
         method="DABMD", source="abstract of Eshraghi and Liang, 2020",
-        paper="Faster than the best alternative where nodes differ in speed.",
+        paper="Faster than the best alternative if nodes differ in speed.",
         row=row(UNEVEN, "DABMD", {"rate": THREE, "window": (25.0, 50.0), "rounds": (1, 2)}), against=ddp(UNEVEN), looks=SOONER,
     ),
     Claim(
@@ -212,13 +212,13 @@ CLAIMS = (
     ),
     Claim(
         method="Hogwild", source="abstract of Niu et al., 2011",
-        paper="Where gradients are sparse, ranks may write over each other: ten times as fast as with locks, nearly at the best rate.",
+        paper="If gradients are sparse, ranks may overwrite each other: ten times as fast as with locks, with a nearly optimal convergence rate.",
         row=row(CLICKS, "Hogwild", {"rate": RATES}), against=ddp(CLICKS), looks=(Look("pace", 1.05), Look("loss", 0.99)),
     ),
     *(
         Claim(
             method=name, source="abstract of Zheng et al., 2020",
-            paper="Throughput grows linearly with the trainers (its loss next to foreground averaging: docs/project/benchmarks/methods.md).",
+            paper="Throughput grows linearly with the trainers. Its loss against foreground averaging: [training methods](benchmarks/methods.md).",
             row=row(SIXTEEN, name, {}), against=row(TWO, name, {}), looks=(Look("pace", 7.6),),
         )
         for name in ("ShadowMA", "ShadowBMUF", "ShadowEASGD")
@@ -226,7 +226,7 @@ CLAIMS = (
     Claim(
         method="DDP", source="abstract of Li et al., 2020", paper="Near-linear scaling to 256 GPUs.",
         row=ddp(FAST_SIXTEEN, bucket_mb=(0.25, 0.5, 1.0, 2.0)), against=ddp(FAST_TWO, bucket_mb=(0.25, 0.5, 1.0, 2.0)), looks=(Look("pace", 7.2),),
-        because=Because(words="What the backward does not hide of the exchange grows with the ranks: 30 latencies instead of 2 and nearly twice the bytes", regime=NO_WIRE_SIXTEEN, against=NO_WIRE_TWO),
+        because=Because(words="The part of the exchange that backward does not hide grows with the ranks: 30 latencies instead of 2, and nearly twice the bytes", regime=NO_WIRE_SIXTEEN, against=NO_WIRE_TWO),
     ),
     Claim(
         method="ByteScheduler", source="abstract of Peng et al., 2019",
@@ -238,6 +238,6 @@ CLAIMS = (
         method="Wavelet", source="abstract of Wang et al., 2021", paper="Up to 6.7 times as fast as common ways of parallel training.",
         row=row(EVEN, "Wavelet", {"bucket_mb": tuple(0.05 * 2**n for n in range(6)), "lead": (1, 2)}),
         against=row(EVEN, "DDP", {"bucket_mb": tuple(0.05 * 2**n for n in range(12))}, fixed={"accumulate": 2}), looks=(Look("pace", 1.05),),
-        because=Because(words="In the paper one wave fills what the other leaves idle of a GPU; here they take turns on one device, so two batches compute as long as two", regime=NO_WIRE_EVEN, same=True),
+        because=Because(words="In the paper one wave uses what the other wave leaves idle on a GPU. Here the two waves take turns on one device, so two batches take twice the compute time of one", regime=NO_WIRE_EVEN, same=True),
     ),
 )  # fmt: skip

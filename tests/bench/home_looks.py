@@ -12,8 +12,8 @@ from tests.bench.home_rows import FRESH, Book, Regime, Row, Trial, needs, winner
 from tests.bench.page import interval
 
 UNITS = {
-    "time": "times as fast to the goal", "pace": "times the samples/s", "bytes": "times fewer bytes",
-    "burst": "times fewer bytes in the worst step", "loss": "of the baseline's loss over its own",
+    "time": "times as fast to the target loss", "pace": "times the samples/s", "bytes": "times fewer bytes",
+    "burst": "times fewer bytes in the worst step", "loss": "as baseline's loss / own loss",
     "points": "points of accuracy more",
 }  # fmt: skip
 

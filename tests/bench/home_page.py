@@ -18,54 +18,74 @@ from workbench.strategies import Strategy
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data" / "home"
 ALIKE = 0.02  # numbers this close count as equal
+SHOWS, HOLDS_BOTH, NOT_RUN = "yes", "no: the interval contains the goal", "not run yet"  # verdicts
 
 
 def text(folder: Path = DATA, claims: tuple[Claim, ...] = CLAIMS) -> str:
     """Returns the section: method, table, tuned settings and why some claims do not show."""
     book = Book(folder)
-    lines = [
-        [c.method, f"{c.paper} ({c.source})", c.row.regime.words, shown(c, book), verdict(c, book)] for c in claims
-    ]
-    whys = [why for claim in claims if (why := because(claim, book))]
+    lines = [[c.method, f"{c.paper} ({c.source})", _regime(c), shown(c, book), verdict(c, book)] for c in claims]
+    causes = [line for claim in claims if (line := because(claim, book))]
     parts = [
-        "## Each on its home ground\n",
+        "## Papers' claims, tuned\n",
+        table(["method", "paper's claim", "regime", "measured", "claim shows"], lines),
         ABOUT,
-        table(["method", "its paper's claim", "where", "seen", "verdict"], lines),
     ]
-    if whys:
-        parts.append("Why some do not show:\n\n" + "\n".join(f"- {why}" for why in whys) + "\n")
+    if causes:
+        head = ["method", "supposed cause", "test", "result of the test", "is it the cause"]
+        parts.append(f"### Claims that do not show\n\n{table(head, causes)}\n{CAUSES}")
     if rows := list({tuple(line[:2]): line for claim in claims for line in settings(claim, book)}.values()):
-        parts.append(
-            "What each was tuned to:\n\n" + table(["where", "method", "the best of its trials", "trials"], rows)
-        )
+        head = ["regime", "method", "best trial", "trials"]
+        parts.append(f"### Tuned settings\n\n{table(head, rows)}\n{SETTINGS}")
     return "\n".join([*parts, _without(claims), _under(book)])
 
 
 ABOUT = (
-    f"Method and baseline are tuned by the same budget in the regime that the method's paper speaks of: at most {MOST} trials of {len(SEEDS)} seeds each over the learning rate "
-    "and the method's own knobs (the baseline takes as many learning rates where it has nothing else to turn). Where the best lies at the edge of an axis, one value beyond is tried, once. "
-    f"The best of each then runs with {len(FRESH)} other seeds, and numbers are of these: the median of method beside baseline with the same seed, in brackets the 95 % bootstrap interval, "
-    "which with five seeds is about lowest to highest. Times are the virtual clock's, to a held-out loss that is the same for all in a regime; a seed that never gets there counts as 0. "
-    "Seen is what the whole interval bears out. Shards and stumbles are other ones with each seed.\n"
+    "Each method and its baseline are tuned with the same budget, in the regime that the method's paper describes. "
+    f"Each has a grid of at most {MOST} trials with {len(SEEDS)} seeds each. A trial varies the learning rate and the method's own knobs. "
+    "A baseline that has no other knobs to tune tries as many learning rates. If the best trial lies at the edge of an axis, one value beyond the edge is tried, once. "
+    f"The best trial then runs with {len(FRESH)} other seeds, and the numbers come from these seeds only. "
+    "A number compares method and baseline with the same seed. It is the median of the seeds, with the 95 % bootstrap interval in brackets. With five seeds the interval is about lowest to highest. "
+    "Times are those of the virtual clock, until a held-out loss that is the same for every method in a regime. A seed that never reaches that loss counts as 0. "
+    "A claim shows if the whole interval reaches the goal. Each seed has its own shards and its own random slowdowns.\n"
 )
+CAUSES = (
+    "Each test runs the winning settings again, without the supposed cause or without every other cause. "
+    '"Yes, but not alone" means: the result improves, but another cause remains.\n'
+)
+SETTINGS = "'rate' is a multiple of the task's learning rate. '12 + 2' means: the grid has 12 trials, and 2 more trials lie beyond its edges.\n"
+
+
+def summary(folder: Path = DATA, claims: tuple[Claim, ...] = CLAIMS) -> str:
+    """Returns how many claims show, in one or two sentences."""
+    book = Book(folder)
+    verdicts = [verdict(claim, book) for claim in claims]
+    shows, holds_both, missing = (sum(v.startswith(start) for v in verdicts) for start in (SHOWS, HOLDS_BOTH, NOT_RUN))
+    also = f" For {holds_both} more the interval contains the goal." if holds_both else ""
+    lacking = f" {missing} claims are not tested yet." if missing else ""
+    return f"With method and baseline tuned alike, {shows} of {len(claims)} papers' claims show.{also}{lacking}"
+
+
+def _regime(claim: Claim) -> str:
+    return f"{claim.row.regime.name}: {claim.row.regime.words}"
 
 
 def shown(claim: Claim, book: Book) -> str:
     """Returns the numbers of a claim, each with its required value."""
     result = seen(claim, book)
-    return "; ".join(f"{one.words} (asked: {one.look.least:g})" for one in result) if result else ""
+    return "; ".join(f"{one.words} (goal: at least {one.look.least:g})" for one in result) if result else ""
 
 
 def verdict(claim: Claim, book: Book) -> str:
     """Returns the verdict in a few words."""
     result = seen(claim, book)
     if result is None:
-        return f"not run yet{_so_far(claim, book)}"
+        return f"{NOT_RUN}{_so_far(claim, book)}"
     if all(one.holds for one in result):
-        return "seen"
+        return SHOWS
     if all(one.high >= one.look.least for one in result):
-        return "not seen: the interval holds both"
-    return "not seen: see below" if proven(claim, book) else "not seen; no reason is proven yet"
+        return HOLDS_BOTH
+    return "no: see below" if proven(claim, book) else "no: no cause is proven yet"
 
 
 def _so_far(claim: Claim, book: Book) -> str:
@@ -75,27 +95,21 @@ def _so_far(claim: Claim, book: Book) -> str:
     return f" ({done} of {len(trials)} trials)" if done else ""
 
 
-def because(claim: Claim, book: Book) -> str:
-    """Returns why a claim does not show, with the results in the regime of the proof."""
+def because(claim: Claim, book: Book) -> list[str]:
+    """Returns the row on why a claim does not show, with the results in the regime of the proof; [] if it shows."""
     result, elsewhere = seen(claim, book), proven(claim, book)
     if claim.because is None or not result or not elsewhere or all(one.holds for one in result):
-        return ""
+        return []
     told = "; ".join(one.words for one in elsewhere)
     nearer = all(there.median > here.median for here, there in zip(result, elsewhere, strict=True) if not here.holds)
-    so = "this" if all(one.holds for one in elsewhere) else "this, but not alone" if nearer else "NOT this"
+    so = "yes" if all(one.holds for one in elsewhere) else "yes, but not alone" if nearer else "NO"
     if claim.because.same:
         pairs = zip(result, elsewhere, strict=True)
-        so = (
-            "this"
-            if all(abs(there.median - here.median) <= ALIKE * here.median for here, there in pairs)
-            else "NOT this"
-        )
+        so = "yes" if all(abs(there.median - here.median) <= ALIKE * here.median for here, there in pairs) else "NO"
     same = claim.because.regime == claim.row.regime
-    where = "In the same place" if same else f"On {claim.because.regime.words}"
-    but = f" but {words(claim.because.knobs)}" if claim.because.knobs else ""
-    return (
-        f"{claim.method}: {claim.because.words}. {where}, with the settings that had won{but}: {told}. So it is {so}."
-    )
+    where = "the same regime" if same else claim.because.regime.words
+    but = f", but {words(claim.because.knobs)}" if claim.because.knobs else ""
+    return [claim.method, f"{claim.because.words}.", f"{where}{but}", told, so]
 
 
 def settings(claim: Claim, book: Book) -> list[list[str]]:
@@ -109,13 +123,13 @@ def _setting(row: Row, book: Book) -> list[str]:
     chosen, trials = winner(row, book), tried(row, book)
     assert chosen is not None
     at_edge = [axis for axis in row.axes if _edged(row, axis, chosen[axis], [t[axis] for t in trials])]
-    edge = f" ({', '.join(at_edge)}: the edge of what was tried)" if at_edge else ""
+    edge = f" ({', '.join(at_edge)}: at the edge of the tried values)" if at_edge else ""
     count = (
         f"{len(row.trials())} + {len(trials) - len(row.trials())}"
         if len(trials) > len(row.trials())
         else str(len(trials))
     )
-    return [row.regime.name, row.label, f"{words(chosen)}{edge}", count]
+    return [row.regime.name, row.label, f"{words(chosen) if chosen else 'default settings'}{edge}", count]
 
 
 def _edged(row: Row, axis: str, value: Any, values: list[Any]) -> bool:
@@ -127,7 +141,7 @@ def _without(claims: tuple[Claim, ...]) -> str:
     """Returns the strategies without a line."""
     named = {row.method for claim in claims for row in (claim.row, claim.against)}
     others = [name for name, cls in members(Strategy).items() if found(name) is cls and name not in named]
-    return f"No claim is looked for here of {', '.join(sorted(others))}.\n"
+    return f"No claim is tested here for {', '.join(sorted(others))}.\n"
 
 
 def _under(book: Book) -> str:

@@ -38,11 +38,11 @@ NARROW = Regime(
     goal=2.3,
     fabric=Fabric(link=Link(bandwidth=10.0, latency=0.1)),
 )
-STUMBLING = Regime(name="stumbles", words="ByteGPT, 8 ranks, 10 Gbit/s; a rank computes five times as long in a random tenth of its steps", task=GPT, ranks=8, steps=240, goal=2.3,
+STUMBLING = Regime(name="stumbles", words="ByteGPT, 8 ranks, 10 Gbit/s; a rank computes five times as long in a random 10 % of its steps", task=GPT, ranks=8, steps=240, goal=2.3,
                    fabric=Fabric(link=FASTEST, faults=(TransientStraggler(probability=0.1, factor=5.0),)))  # fmt: skip
 UNEVEN = Regime(name="one slow rank", words="ByteGPT, 4 ranks, 10 Gbit/s; one computes four times as long", task=GPT, goal=2.3,
                 fabric=Fabric(link=FASTEST, faults=(Slow(rank=1, factor=4.0),)))  # fmt: skip
-SKEWED = Regime(name="skewed shards", words="Digits, 8 ranks of which each sees two or three digits (Dirichlet, 0.1), 100 Mbit/s and 5 ms",
+SKEWED = Regime(name="skewed shards", words="Digits, 8 ranks, two or three digits per rank (Dirichlet, 0.1), 100 Mbit/s and 5 ms",
                 task=Digits(width=8, hidden=64, shards="dirichlet", alpha=0.1), ranks=8, steps=240, looks=6, fabric=Fabric(link=Link(bandwidth=100.0, latency=5.0)))  # fmt: skip
 BYTES = Regime(
     name="much to send",
@@ -60,7 +60,7 @@ NO_LATENCY = replace(
 )
 LARGE = Regime(
     name="large batch",
-    words="Digits, 16 ranks: a global batch of 512 of 1,438 examples",
+    words="Digits, 16 ranks; a global batch has 512 of the 1,438 examples",
     task=SMALL,
     ranks=16,
     steps=90,
@@ -76,11 +76,11 @@ WARM = Regime(
     looks=6,
     fabric=SLOW_WIRE.fabric,
 )
-SITES = Regime(name="two sites", words="ByteGPT, 4 ranks on two sites, 10 Gbit/s within and 100 Mbit/s and 20 ms between", task=GPT, goal=2.3,
+SITES = Regime(name="two sites", words="ByteGPT, 4 ranks on two sites; 10 Gbit/s within a site, 100 Mbit/s and 20 ms between the sites", task=GPT, goal=2.3,
                fabric=Fabric(link=FASTEST, site=2, between_bandwidth=100.0, between_latency=20.0))  # fmt: skip
 CLICKS = Regime(
     name="sparse clicks",
-    words="ClickThrough, of whose tables a batch touches few rows, 4 ranks of one host, 10 Gbit/s for DDP",
+    words="ClickThrough, where a batch touches few rows of the tables; 4 ranks on one host, 10 Gbit/s for DDP",
     task=ClickThrough(ids=2000),
     steps=300,
     goal=0.0,
@@ -98,7 +98,7 @@ ONE = Regime(
 )
 EIGHT = Regime(
     name="eight ranks",
-    words="ByteGPT, the same examples on 8 ranks with as large a batch each, 1 Gbit/s and 0.1 ms",
+    words="ByteGPT, 8 ranks against one rank: as many examples in total, the same batch per rank, 1 Gbit/s and 0.1 ms",
     task=GPT,
     ranks=8,
     steps=160,
@@ -118,7 +118,7 @@ TWO = Regime(
 )
 SIXTEEN = Regime(
     name="sixteen trainers",
-    words="ByteGPT of 0.7 M parameters with sizes only, 16 ranks beside 2, 1 Gbit/s and 0.1 ms",
+    words="ByteGPT with 0.7 M parameters, sizes only; 16 ranks against 2, 1 Gbit/s and 0.1 ms",
     task=ByteGPT(),
     ranks=16,
     steps=60,
@@ -127,7 +127,7 @@ SIXTEEN = Regime(
 )
 EVEN = Regime(
     name="wire as long as compute",
-    words="ByteGPT of 0.7 M parameters with sizes only, 4 ranks; an all-reduce takes about as long as a step computes",
+    words="ByteGPT with 0.7 M parameters, sizes only; 4 ranks; an all-reduce takes about as long as the compute of a step",
     task=ByteGPT(),
     steps=60,
     real=False,
@@ -137,7 +137,7 @@ FAST_TWO = replace(TWO, name="two ranks, fast wire", fabric=Fabric(link=Link(ban
 FAST_SIXTEEN = replace(
     SIXTEEN,
     name="sixteen ranks, fast wire",
-    words="ByteGPT of 0.7 M parameters with sizes only, 16 ranks beside 2, 10 Gbit/s and 0.02 ms: about as long as backward",
+    words="ByteGPT with 0.7 M parameters, sizes only; 16 ranks against 2, 10 Gbit/s and 0.02 ms; the exchange takes about as long as backward",
     fabric=FAST_TWO.fabric,
 )
 NO_WIRE_TWO = replace(
@@ -146,7 +146,7 @@ NO_WIRE_TWO = replace(
 NO_WIRE_EVEN = replace(
     EVEN,
     name="hardly any wire",
-    words="100 Gbit/s and 0.002 ms, where computing is all that is left",
+    words="100 Gbit/s and 0.002 ms, where only compute is left",
     fabric=NO_WIRE_TWO.fabric,
 )
 NO_WIRE_SIXTEEN = replace(

@@ -19,7 +19,7 @@ from workbench.strategies import Strategy
 
 SLOW_RANK = 1  # not rank 0, which evaluates and may serve, and not the last, which may serve
 FAST, LINK, SLOW, STUMBLE = "fast", "100 Mbit/s, 5 ms", "one rank 2x slow", "random 5x slowdowns"
-NOT_QUOTED = "Its numbers were not to be had in its own words and are not quoted."
+NOT_QUOTED = "No numbers are quoted, because the paper's own text was not available."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class Method:
 def tempo(name: str) -> str:
     """Returns a note for a row's name if its learning rate is not DDP's, else ""."""
     rate = method(name).rate
-    return f", at {rate:g} of the learning rate" if rate != 1.0 else ""
+    return f", at {rate:g} times the learning rate" if rate != 1.0 else ""
 
 
 def found(name: str) -> type[Strategy] | None:
@@ -121,7 +121,7 @@ _STUMBLING = {
     "faults": (TransientStraggler(probability=0.2, factor=3.0, seed=5),),
     "fault": "in a random fifth of its steps a rank computes 3 times as long",
 }
-_SMALL = "A model of 0.1 M parameters on four ranks gives a large batch little to lose and a slow start much."
+_SMALL = "With 0.1 M parameters on four ranks, a large batch loses little and a slow start loses much."
 
 METHODS = (
     Method(
@@ -148,7 +148,7 @@ METHODS = (
             measure="time",
             where=STUMBLE,
             least=1.0,
-            why="With one backup of four ranks a quarter of the gradients is thrown away, where the paper's hundred machines had four backups or so; and two stumble together often enough.",
+            why="With one backup of four ranks, 25 % of the gradients are discarded; the paper's hundred machines had about four backups. Two ranks are often slow at once.",
         ),
     ),
     Method(
@@ -162,7 +162,7 @@ METHODS = (
             where=SLOW,
             least=1.0,
             headline=False,
-            why="The paper's number is of another cluster and task, and its price in accuracy; here it is the time to one loss.",
+            why="The paper's number comes from another cluster and task, with its price in accuracy. Here it is the time to one loss.",
         ),
     ),
     Method(
@@ -178,7 +178,7 @@ METHODS = (
             where=STUMBLE,
             least=1.0,
             headline=False,
-            why="The sum of stale updates was worth less than the waiting that was saved.",
+            why="The sum of stale updates was worth less than the saved waiting time.",
         ),
     ),
     Method(
@@ -191,7 +191,7 @@ METHODS = (
             where=SLOW,
             least=1.0,
             headline=False,
-            why="Its ranks share one machine's memory, and DDP's wire was as fast.",
+            why="Its ranks share one machine's memory, and DDP's network was as fast.",
         ),
     ),
     Method(
@@ -200,7 +200,7 @@ METHODS = (
         shown={"every": 4},
         see="Three steps of four touch no network; then everybody stands still while the whole model is averaged.",
         paper="As a baseline of SlowMo's table 1, averaging every 12 steps on 32 nodes: ImageNet at 69.9 % instead of 76.0 %, 294 ms per iteration instead of 420 ms.",
-        claim=Claim(measure="pace", where=LINK, least=1.4, why="The wire was not what a step consisted of."),
+        claim=Claim(measure="pace", where=LINK, least=1.4, why="The network took a small part of a step."),
     ),
     Method(
         name="SlowMo",
@@ -221,7 +221,7 @@ METHODS = (
             where=LINK,
             least=1.0,
             headline=False,
-            why="The paper's claim is speed-up with the number of ranks without loss of accuracy, and the number of ranks was not varied.",
+            why="The paper's claim is speed-up with the number of ranks without loss of accuracy. The number of ranks was not varied here.",
         ),
     ),
     Method(
@@ -230,7 +230,7 @@ METHODS = (
         shown={"every": 4},
         see="Every fourth step the exchange with the centre begins together with the forward and hides behind it; what is left over is waited for before the update.",
         claim=Claim(
-            measure="pace", where=LINK, least=1.4, headline=False, why="The wire was not what a step consisted of."
+            measure="pace", where=LINK, least=1.4, headline=False, why="The network took a small part of a step."
         ),
     ),
     Method(
@@ -246,7 +246,7 @@ METHODS = (
             where=LINK,
             least=15.0,
             headline=False,
-            why="The paper's claim is the loss at such a saving, which is measured from a common state, below.",
+            why="The paper's claim is the loss at this saving. Runs from a common state measure it, below.",
         ),
     ),
     Method(
@@ -262,7 +262,7 @@ METHODS = (
             where=LINK,
             least=100.0,
             headline=False,
-            why="The paper's claim is the same loss at such a saving, which is measured from a common state, below.",
+            why="The paper's claim is the same loss at this saving. Runs from a common state measure it, below.",
         ),
     ),
     Method(
@@ -277,7 +277,7 @@ METHODS = (
             measure="time",
             where=LINK,
             least=1.0,
-            why="Its question, 8 bytes that all wait for, costs a whole all-reduce's latency in every step.",
+            why="In every step all ranks wait for its question of 8 bytes, which costs a whole all-reduce's latency.",
         ),
     ),
     Method(
@@ -291,7 +291,7 @@ METHODS = (
             where=LINK,
             least=1.4,
             headline=False,
-            why="The paper's claim is how throughput grows with the number of trainers, which was not varied, and a loss no worse than averaging in the foreground.",
+            why="The paper's claim is how throughput grows with the number of trainers, at a loss no worse than averaging in the foreground. The number of trainers was not varied here.",
             beside="LocalSGD(every=20)",
         ),
     ),
@@ -302,7 +302,7 @@ METHODS = (
         see="An averaging, a rest of 60 ms on the clock, the next averaging: steps go on as if nothing happened, and the wire is free in between.",
         paper="Bagua, of which this is one algorithm, was up to 2 times as fast as DDP, Horovod and BytePS on 128 GPUs (abstract of Gan et al., VLDB 2021).",
         claim=Claim(
-            measure="pace", where=LINK, least=1.4, headline=False, why="The paper's claim is of Bagua as a whole."
+            measure="pace", where=LINK, least=1.4, headline=False, why="The paper's claim is about Bagua as a whole."
         ),
     ),
     Method(
@@ -318,7 +318,7 @@ METHODS = (
             measure="pace",
             where=LINK,
             least=1.0,
-            why="Bandwidth counted for more than latency: a ring of 4 sends a third more bytes than the all-reduce.",
+            why="Bandwidth mattered more than latency: a ring of 4 sends 33 % more bytes than the all-reduce.",
         ),
     ),
     Method(
@@ -333,7 +333,7 @@ METHODS = (
             where=LINK,
             least=1.4,
             headline=False,
-            why="The paper's claim is the time to an equal accuracy on 256 GPUs, and samples/s are not that; here it waits for its neighbour in each step.",
+            why="The paper's claim is the time to an equal accuracy on 256 GPUs; samples/s do not measure that. Here it waits for its neighbour in each step.",
         ),
     ),
     Method(
@@ -344,7 +344,7 @@ METHODS = (
         window=300,
         see="A byte per parameter to two neighbours, after the update: nothing hides it, but it is a third of the bytes and two messages per bucket.",
         paper="Bagua's study of trade-offs: as bandwidth falls from 100 to 1 Gbit/s, low precision wins (Gan et al., VLDB 2021).",
-        claim=Claim(measure="pace", where=LINK, least=1.4, why="Latency counted for more than bandwidth."),
+        claim=Claim(measure="pace", where=LINK, least=1.4, why="Latency mattered more than bandwidth."),
     ),
     Method(
         name="QAdam",
@@ -356,7 +356,7 @@ METHODS = (
         see="After its warm-up it is DDP's timeline with a quarter of the bytes: momenta of one byte per element, summed in two hops.",
         paper="In Bagua it trained BERT-Large on 128 GPUs; Bagua as a whole was up to 2 times as fast as its rivals (Gan et al., VLDB 2021).",
         claim=Claim(
-            measure="pace", where=LINK, least=1.0, headline=False, why="The paper's claim is of Bagua as a whole."
+            measure="pace", where=LINK, least=1.0, headline=False, why="The paper's claim is about Bagua as a whole."
         ),
     ),
     Method(
@@ -369,7 +369,7 @@ METHODS = (
         see="After the freeze only signs of the momentum cross the wire, a thirty-second of the bytes.",
         paper="Up to 5 times less communication and up to 3.4 times as fast (title of DeepSpeed's tutorial).",
         claim=Claim(
-            measure="bytes", where=LINK, least=2.5, time=1.7, why="A fifth of the run was warm-up with whole gradients."
+            measure="bytes", where=LINK, least=2.5, time=1.7, why="The warm-up, 20 % of the run, sent whole gradients."
         ),
     ),
 )

@@ -88,10 +88,10 @@ def outer_text(found: Results) -> str:
     lines = [_line(label, *one, base[1]) for label, one in there.items()]
     said = [_asked(label, there[label][1], base[1]) for label, (n, k, one) in each.items() if one and (n, k) in OUTER]
     said += _bursts({label: max(f["largest"] for f in seeds.values()) for label, (_, seeds) in there.items()})
-    head = ["learning rate", "held-out loss", "against DDP's", "bytes over DDP's", "most in one step"]
+    head = ["learning rate", "held-out loss", "loss against DDP's", "bytes, % of DDP's", "most bytes in one step"]
     lacking = [label for label in each if label not in there]
     gaps = missing(*lacking) if lacking else ""
-    found_so = "; ".join(said) + "." if said else ""
+    found_so = "Goals: few bytes, the same loss.\n\n" + "\n".join(f"- {one}." for one in said) + "\n" if said else ""
     open_ended = [label for label, (c, _) in there.items() if c.edge and not tuning.widened(c, GRID)]
     return f"{_about(open_ended)}\n\n{table([f'from step {COMMON} on', *head], lines)}\n{found_so}\n{gaps}"
 
@@ -116,7 +116,7 @@ def _asked(label: str, mine: dict[int, dict[str, Any]], base: dict[int, dict[str
     """Returns the requirement for an outer momentum and its result."""
     gap, share = over(mine, base, tuning.last) - 1, over(mine, base, itemgetter("bytes"))
     return (
-        f"{label}: {gap:+.1%} {kept(gap <= 0.02, 'at most +2 %')} with {share:.1%} of the bytes "
+        f"{label}: {gap:+.1%} loss {kept(gap <= 0.02, 'at most +2 %')} with {share:.1%} of the bytes "
         f"{kept(share < 0.05, 'under 5 %')}"
     )
 
@@ -125,7 +125,7 @@ def _bursts(largest: dict[str, int]) -> list[str]:
     """Returns a streaming row's largest bytes in one step over those of DiLoCo."""
     whole = largest.get(f"DiLoCo(every={PERIOD})")
     return [
-        f"the largest bytes of one rank in one step of {label} are {most / whole:.2f} of DiLoCo's "
+        f"{label}: the most bytes of one rank in one step are {most / whole:.2f} of DiLoCo's "
         f"{kept(most / whole < 1 / 3, 'under a third')}"
         for label, most in largest.items()
         if label.startswith("Streaming") and whole
@@ -135,10 +135,10 @@ def _bursts(largest: dict[str, int]) -> list[str]:
 def _about(open_ended: list[str]) -> str:
     """open_ended: rows whose best rate is at an edge without a value beyond it yet."""
     rates = ", ".join(f"{r * TASK.lr:g}" for r in GRID)
-    still = f"; of {', '.join(open_ended)} that one is still lacking" if open_ended else ""
+    still = f" This rate is not tried yet for {', '.join(open_ended)}." if open_ended else ""
     return (
-        f"All go on from one state, after {COMMON} steps of DDP, for {PERIOD * ROUNDS} more; each with the best of "
-        f"{rates} as its learning rate on the first seed (where that is the smallest or the largest, one more beyond "
-        f"it is tried{still}), then with {len(SEEDS)} seeds. {method_label(*CONTROL)} is the control: the same rounds "
-        "without an outer momentum. Ratios are of the seeds that both sides have."
+        f"Each row continues from one state, after {COMMON} steps of DDP, for {PERIOD * ROUNDS} more steps. Its "
+        f"learning rate is the best of {rates} on the first seed. If the best is the smallest or the largest, one more "
+        f"rate beyond it is tried.{still} The best rate then runs with {len(SEEDS)} seeds. {method_label(*CONTROL)} is "
+        "the control: the same rounds without outer momentum. Ratios use the seeds that both sides have."
     )

@@ -48,7 +48,11 @@ def at_edge(chosen: Choice, grid: Sequence[float]) -> str:
     """Returns a note on whether a rate is at the edge of the tried ones, and whether that was extended."""
     if not chosen.edge:
         return ""
-    return " (the edge of what was tried)" if widened(chosen, grid) else " (the edge; the next is not tried yet)"
+    return (
+        " (at the edge of the tried rates)"
+        if widened(chosen, grid)
+        else " (at the edge; the next rate is not tried yet)"
+    )
 
 
 def widened(chosen: Choice, grid: Sequence[float]) -> bool:

@@ -30,4 +30,4 @@ def listed(parts: Sequence[object], last: str = "and") -> str:
 
 
 def kept(good: bool, asked: str) -> str:
-    return f"(asked: {asked}{'' if good else ': NOT kept'})"
+    return f"(goal: {asked}{'' if good else ': NOT kept'})"

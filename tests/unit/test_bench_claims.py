@@ -29,20 +29,20 @@ def test_a_gain_belongs_to_the_knobs_it_was_measured_with(tmp_path: Path) -> Non
         made_up(tmp_path, label, LINK)
     common(tmp_path, "LocalSGD(every=25)", {0: 2.2})
     common(tmp_path, "SlowMo(every=25)", {0: 2.0})
-    said = row(strategies_page.text(tmp_path), "What the papers say", "SlowMo")[2]
+    said = row(strategies_page.text(tmp_path), "Papers' claims, untuned", "SlowMo")[2]
     usual, _, other = said.partition("SlowMo(every=12, beta=0.2)")
-    assert "LocalSGD's loss over that of SlowMo(every=25), from a common state: 1.10, it shows" in usual
+    assert "LocalSGD's loss / loss of SlowMo(every=25), from a common state: 1.10. The claim shows." in usual
     assert "SlowMo(every=25, beta=0.2) was not measured from a common state" in other and "shows" not in other
     common(tmp_path, "SlowMo(every=25, beta=0.2)", {0: 2.1})
-    said = row(strategies_page.text(tmp_path), "What the papers say", "SlowMo")[2]
-    assert "over that of SlowMo(every=25, beta=0.2), from a common state: 1.05" in said
+    said = row(strategies_page.text(tmp_path), "Papers' claims, untuned", "SlowMo")[2]
+    assert "/ loss of SlowMo(every=25, beta=0.2), from a common state: 1.05" in said
 
 
 def test_a_gap_uses_only_seeds_that_both_rows_have(tmp_path: Path) -> None:
     for seed, end in enumerate((2.0, 2.0, 1.4)):
         common(tmp_path, "DDP", {seed: end}, bytes=(1e6, 1e6, 4e6)[seed])
     common(tmp_path, "LocalSGD(every=25)", {0: 2.1, 1: 2.1}, bytes=4e4)
-    found = row(strategies_page.text(tmp_path), "From a common state", "LocalSGD(every=25)")
+    found = row(strategies_page.text(tmp_path), "Outer momentum from a common state", "LocalSGD(every=25)")
     assert found[3:5] == ["+5.0%", "4.0%"], "and of the third seed nothing"
 
 
@@ -50,26 +50,30 @@ def test_an_untested_edge_of_the_grid_is_reported(tmp_path: Path) -> None:
     common(tmp_path, "DDP", {0: 2.0})
     common(tmp_path, "LocalSGD(every=4)", {0: 2.1}, rates=(2.0, 4.0))
     page = strategies_page.text(tmp_path)
-    assert "one more beyond it is tried; of LocalSGD(every=4) that one is still lacking)" in page
-    assert row(page, "From a common state", "LocalSGD(every=4)")[1] == "0.012 (the edge; the next is not tried yet)"
+    assert "one more rate beyond it is tried. This rate is not tried yet for LocalSGD(every=4)." in page
+    assert (
+        row(page, "Outer momentum from a common state", "LocalSGD(every=4)")[1]
+        == "0.012 (at the edge; the next rate is not tried yet)"
+    )
     common(tmp_path, "LocalSGD(every=4)", {0: 2.1}, rates=(0.5, 4.0, 1.0, 2.0, 8.0))
-    assert "still lacking" not in strategies_page.text(tmp_path)
+    assert "is not tried yet" not in strategies_page.text(tmp_path)
 
 
 def test_a_claim_about_bytes_and_time_is_judged_by_both(tmp_path: Path) -> None:
     name = "OneBitAdam(warmup=60)"
-    for seconds, words in ((2.0, "the bytes show; the time, 1.50, does not. A fifth"), (1.0, "the time, 3.00, does.")):
+    falls_short = "The claim about bytes shows; that about time, 1.50, does NOT. The warm-up"
+    for seconds, words in ((2.0, falls_short), (1.0, "The claim about bytes shows; that about time, 3.00, does.")):
         for seed in SEEDS:
             made_up(tmp_path, "DDP", LINK, seed, curve=[[0, 0.0, 5.0], [150, 3.0, 3.0], [300, 6.0, 2.5]])
             quick = [[0, 0.0, 5.0], [150, seconds, 3.0], [300, 2 * seconds, 2.5]]
             made_up(tmp_path, name, LINK, seed, bytes=2e5, curve=quick)
-        said = row(strategies_page.text(tmp_path), "What the papers say", "OneBitAdam")[2]
-        assert words in said and "it shows" not in said
+        said = row(strategies_page.text(tmp_path), "Papers' claims, untuned", "OneBitAdam")[2]
+        assert words in said and "The claim shows" not in said
 
 
 def test_samples_per_second_do_not_show_a_time_to_accuracy(tmp_path: Path) -> None:
     for where in FABRICS:
         made_up(tmp_path, "DDP", where)
         made_up(tmp_path, "StochasticGradientPush(graph=exponential)", where, samples_per_s=8000.0)
-    said = row(strategies_page.text(tmp_path), "What the papers say", "StochasticGradientPush")[2]
-    assert "10.00 with +0.0% of loss. The paper's claim is the time" in said and "it shows" not in said
+    said = row(strategies_page.text(tmp_path), "Papers' claims, untuned", "StochasticGradientPush")[2]
+    assert "10.00 with +0.0% loss. The paper's claim is the time" in said and "The claim shows" not in said

@@ -168,27 +168,27 @@ def page(tmp_path: Path, mine: Callable[[int], float], because: Because | None =
 
 def test_a_claim_within_the_whole_interval_is_seen(tmp_path: Path) -> None:
     said = page(tmp_path, lambda seed: 2.0)
-    assert "| 2.00 (2.00 to 2.00) times as fast to the goal (asked: 1) | seen |" in said
+    assert "| 2.00 (2.00 to 2.00) times as fast to the target loss (goal: at least 1) | yes |" in said
     assert "| home | LocalSGD | rate 2, every 4 | 6 + 1 |" in said and "| home | DDP | rate 2 | 3 |" in said
 
 
 def test_a_claim_with_an_interval_on_both_sides_is_not_seen(tmp_path: Path) -> None:
     said = page(tmp_path, lambda seed: 2.0 if seed < 12 else 5.0)
-    assert "| not seen: the interval holds both |" in said
+    assert "| no: the interval contains the goal |" in said
 
 
 def test_a_reason_is_tested_in_the_regime_where_it_does_not_hold(tmp_path: Path) -> None:
     reason = Because(words="The wire is fast", regime=replace(HOME, name="slow", words="a slow wire"))
     said = page(tmp_path / "a", lambda seed: 8.0, reason)
-    assert "| not seen: see below |" in said
-    assert "The wire is fast. On a slow wire, with the settings that had won: 4.00 (4.00 to 4.00) times" in said
-    assert "So it is this." in said
-    assert "So it is this, but not alone." in page(tmp_path / "b", lambda seed: 8.0, reason, there=6.0)
-    assert "So it is NOT this." in page(tmp_path / "d", lambda seed: 8.0, reason, there=8.5)
-    assert "no reason is proven yet" in page(tmp_path / "c", lambda seed: 8.0)
+    assert "| no: see below |" in said
+    assert "| LocalSGD | The wire is fast. | a slow wire | 4.00 (4.00 to 4.00) times as fast" in said
+    assert "target loss | yes |" in said
+    assert "target loss | yes, but not alone |" in page(tmp_path / "b", lambda seed: 8.0, reason, there=6.0)
+    assert "target loss | NO |" in page(tmp_path / "d", lambda seed: 8.0, reason, there=8.5)
+    assert "| no: no cause is proven yet |" in page(tmp_path / "c", lambda seed: 8.0)
     same = replace(reason, same=True)
-    assert "So it is this." in page(tmp_path / "e", lambda seed: 8.0, same, there=8.1)
-    assert "So it is NOT this." in page(tmp_path / "f", lambda seed: 8.0, same, there=4.0)
+    assert "target loss | yes |" in page(tmp_path / "e", lambda seed: 8.0, same, there=8.1)
+    assert "target loss | NO |" in page(tmp_path / "f", lambda seed: 8.0, same, there=4.0)
 
 
 def test_a_reason_is_tested_only_for_claims_that_are_not_seen(tmp_path: Path) -> None:
@@ -210,6 +210,15 @@ def test_numbers_of_a_method_relative_to_its_baseline() -> None:
     assert Look("time", 0.0).value(mine, never, (1.0, 1.0)) == 4.5, "the baseline took longer than all its run"
     broken = {**mine, "curve": [[0, 0.0, 2.0], [4, 9.0, math.nan]]}
     assert Look("loss", 0.0).value(broken, base, (1.0, 1.0)) == 0.0
+
+
+def test_the_summary_counts_claims_that_show(tmp_path: Path) -> None:
+    page(tmp_path / "a", lambda seed: 2.0)
+    assert "1 of 1 papers' claims show." in home_page.summary(tmp_path / "a", (CLAIM,))
+    page(tmp_path / "b", lambda seed: 2.0 if seed < 12 else 5.0)
+    said = home_page.summary(tmp_path / "b", (CLAIM,))
+    assert "0 of 1 papers' claims show. For 1 more the interval contains the goal." in said
+    assert "0 of 1 papers' claims show. 1 claims are not tested yet." in home_page.summary(tmp_path / "c", (CLAIM,))
 
 
 def test_a_page_without_data_reports_that_for_every_claim(tmp_path: Path) -> None:

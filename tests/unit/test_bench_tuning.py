@@ -128,9 +128,9 @@ def test_an_untested_edge_does_not_count_as_widened() -> None:
     low, middle, high = compression_tuned.grid(s)
     row, ends = compression_tuned.label(s, "Dense"), {(low, 0): 2.2, (middle, 0): 2.1, (high, 0): 2.0}
     page = compression_tuned.text(results(ends, row))
-    assert "| Dense | 0.012 (the edge; the next is not tried yet) |" in page
+    assert "| Dense | 0.012 (at the edge; the next rate is not tried yet) |" in page
     page = compression_tuned.text(results({**ends, (2 * high, 0): 1.9}, row))
-    assert "| Dense | 0.024 (the edge of what was tried) |" in page
+    assert "| Dense | 0.024 (at the edge of the tried rates) |" in page
     assert "| Dense | 0.012 | " in compression_tuned.text(results({**ends, (2 * high, 0): 2.3}, row))
 
 
