@@ -19,7 +19,7 @@ TO_REWRITE: set[str] = {
     "docs/project/benchmarks/network.md", "docs/project/benchmarks/pipelines.md",
     "docs/project/benchmarks/record.md",
     "docs/project/compression.md", "docs/project/flows/script.md", "docs/project/gpu.md",
-    "docs/project/prediction.md", "docs/project/shapes.md",
+    "docs/project/prediction.md",
     "docs/project/strategies.md", "docs/reference/partitions.md", "docs/reference/policies.md",
 }  # fmt: skip
 BAD = {
