@@ -1,4 +1,4 @@
-"""Measures everything in turn and writes the pages docs/project/benchmarks/ from the raw samples.
+"""Measures everything in turn and writes the benchmark pages and prediction.md in docs/project/ from raw samples.
 
     python -m tests.bench [NAME ...] [--page-only]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.bench import across, llama, pages, prediction
+from tests.bench import pages
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "docs" / "data"
@@ -100,13 +100,6 @@ def main() -> None:
         where.write_text(json.dumps(machines, indent=1))
     for name, written in pages.write_pages(DATA).items():
         (ROOT / "docs" / "project" / name).write_text(written)
-    if (found := DATA / "prediction.json").exists():
-        text = prediction.page(json.loads(found.read_text()), machines.get("prediction", {}))
-        if (parts := DATA / "across.json").exists():
-            text += "\n" + across.page(json.loads(parts.read_text()), machines.get("across", {}))
-        if (parts := DATA / "llama.json").exists():
-            text += "\n" + llama.page(json.loads(parts.read_text()), machines.get("llama", {}))
-        (ROOT / "docs" / "project" / "prediction.md").write_text(text)
 
 
 def draw() -> None:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from tests.bench import beside
 from tests.bench.cells import costs_as_plain, costs_from_plain
 from tests.bench.methods import method
+from tests.bench.words import Goal
 from workbench import Experiment, Lab, simulate
 from workbench.compressors import Cast, Compressor, TopK, Zen
 from workbench.fabric import Fabric, Link
@@ -218,29 +219,36 @@ def _done(run: Run) -> Run:
     return run
 
 
-def page(found: dict[str, Any], machine: dict[str, Any]) -> str:
-    """Returns the part of docs/project/prediction.md about a model other than ours."""
+def step_errors(found: dict[str, Any]) -> list[float]:
+    """Returns the size of each relative error of a step."""
+    return [abs(r["predicted"] / r["measured"] - 1) for r in found["rows"] if "measured" in r]
+
+
+def goals(found: dict[str, Any]) -> list[Goal]:
+    off = step_errors(found)
+    return [Goal("median error", statistics.median(off), ASKED), Goal("worst error", max(off), WORST)]
+
+
+def section(found: dict[str, Any]) -> str:
+    """Returns the section of docs/project/prediction.md about a model other than ours."""
     rows = [{**r, "off": r["predicted"] / r["measured"] - 1} for r in found["rows"] if "measured" in r]
-    refused = [r for r in found["rows"] if "refused" in r]
-    errors = [abs(r["off"]) for r in rows]
-    kept = [("median", statistics.median(errors), ASKED), ("worst", max(errors), WORST)]
-    said = [f"{n} error {v:.1%} (asked: at most {most:.0%}{'' if v <= most else ': NOT kept'})" for n, v, most in kept]
-    lines = ["| setting | measured (ms) | predicted (ms) | off by |", "| --- | --- | --- | --- |"]
+    refused = "".join(f"\n- {r['setting']}: {r['refused']}" for r in found["rows"] if "refused" in r)
+    lines = ["| setting | measured (ms) | predicted (ms) | error |", "| --- | --- | --- | --- |"]
     for r in sorted(rows, key=lambda r: -abs(r["off"])):
         lines.append(f"| {r['setting']} | {r['measured'] * 1e3:.0f} | {r['predicted'] * 1e3:.0f} | {r['off']:+.1%} |")
-    others = "".join(f"\n- {r['setting']}: {r['refused']}" for r in refused)
+    about = f"{found['about']}\n\n" if "about" in found else ""
     return (
-        f"## A Llama of transformers\n\nWritten by `python -m tests.bench llama` from `docs/data/llama.json`. {RANKS} "
-        f"real ranks, four layers of width 128, {PACE:g} ms of paced compute per step, four times that where a replica "
-        f"is several ranks; buckets of 1 MB, a run for each setting, the mean of {COUNTED} steps. Calibrated on DDP "
-        f"with buckets of 0.5 MB on {_wire(KNOWN)}, each compressor, KFAC and Newton once there, and messages "
-        f"that are shorter than their transfer on TopK in buckets of 0.25 MB. {found.get('about', '')} The worst "
-        f"first.\n\n{len(rows)} settings: {'; '.join(said)}.\n\n"
+        f"{RANKS} real ranks train a Llama of transformers with four layers of width 128. Each setting has its own "
+        f"run. A step has {PACE:g} ms of paced compute, or four times as much if a replica is several ranks. Buckets "
+        f"have 1 MB. The measured step is the mean of {SETTLE + COUNTED - beside.SETTLE} steps. The simulation has no "
+        "tensor values, except for Zen and for methods that read them.\n\n"
+        f"These runs calibrate the simulator on {_wire(KNOWN)}: DDP with buckets of 0.5 MB, each compressor, KFAC and "
+        "Newton. One more run has messages that are too short for this link: TopK in buckets of 0.25 MB.\n\n"
+        f"{about}{len(rows)} settings: {'; '.join(map(str, goals(found)))}. The largest error comes first. The raw "
+        "numbers are in `docs/data/llama.json`.\n\n"
         + "\n".join(lines)
         + "\n"
-        + (f"\nNot run:\n{others}\n" if others else "")
-        + f"\n*{machine.get('date')}; {machine.get('cpu')}; {machine.get('system')}; torch {machine.get('torch')}; "
-        f"commit {machine.get('commit')}; 15-minute load {machine.get('load', 0):.1f}.*\n"
+        + (f"\nNot run:\n{refused}\n" if refused else "")
     )
 
 
@@ -274,8 +282,7 @@ def main() -> None:
         costs = campaign.costs(sorted(names) if a.only else ())
         for name, e in wanted:
             campaign.measure(name, e, costs, _real(e))
-    errors = [abs(r["predicted"] / r["measured"] - 1) for r in campaign.found["rows"] if "measured" in r]
-    if errors:
+    if errors := step_errors(campaign.found):
         print(f"{len(errors)} settings: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
     if campaign.failed:
         print(f"failed, to be tried again by the next start: {'; '.join(campaign.failed)}")

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.bench import named, scale, second_order_page, tuned
+from tests.bench import across, llama, named, prediction, scale, second_order_page, tuned
 from tests.bench import page as tables
 from tests.bench.ddp import ratios
 from tests.bench.netns import ratio
+from tests.bench.words import listed
 
 Found = dict[str, Any]  # the raw samples by the measurement's name; measurements that were not made are absent
 
@@ -180,6 +181,33 @@ def summarise_record(found: Found) -> list[str]:
     return said
 
 
+def summarise_prediction(found: Found) -> list[str]:
+    """Summarises the errors of predicted steps."""
+    parts = [(what, part, found[name]) for name, (what, part) in PREDICTED.items() if name in found]
+    if not parts:
+        return []
+    off = [(what, part.step_errors(d)) for what, part, d in parts]
+    medians = listed([f"{100 * statistics.median(each):.1f} % for {what} ({len(each)} settings)" for what, each in off])
+    worst = listed([f"{100 * max(each):.1f} %" for _, each in off])
+    kept = [goal.kept for _, part, d in parts for goal in part.goals(d)]
+    return [
+        f"The median error is {medians}.",
+        f"The worst errors are {worst}, in the same order. {sum(kept)} of {len(kept)} goals are kept.",
+    ]
+
+
+PREDICTED: dict[str, tuple[str, Any]] = {  # raw samples -> what was predicted, and the module of the section
+    "prediction": ("DDP and LocalSGD", prediction), "across": ("models across ranks", across),
+    "llama": ("a Llama", llama),
+}  # fmt: skip
+PREDICTION = Page(
+    "Predicted against measured step time",
+    "How far is the simulator's step time from the measured one?",
+    {"prediction": "DDP and LocalSGD on three links", "across": "Pipelines, tensor parallelism and ZeRO",
+     "llama": "Strategies and compressors on a Llama"},
+    summarise_prediction,
+)  # fmt: skip
+SECTIONS = {**tables.SECTIONS, **{name: part.section for name, (_, part) in PREDICTED.items()}}
 PAGES = {
     "engine": Page(
         "Engine speed against torch",
@@ -258,14 +286,14 @@ alternating blocks of one run. A section states a shortfall where its table show
 
 def write_pages(data: Path) -> dict[str, str]:
     """Returns the text of each page by file name, from the raw samples in `data`. The index is `benchmarks.md`."""
-    found = {name: json.loads(path.read_text()) for name in tables.SECTIONS if (path := data / f"{name}.json").exists()}
+    found = {name: json.loads(path.read_text()) for name in SECTIONS if (path := data / f"{name}.json").exists()}
     about = json.loads((data / "machines.json").read_text()) if (data / "machines.json").exists() else {}
     rows = "\n".join(
         f"| [{page.title}](benchmarks/{key}.md) | {page.question} | {' '.join(page.summarise(found))} |"
         for key, page in PAGES.items()
     )
     texts = {f"benchmarks/{key}.md": write_page(page, found, about) for key, page in PAGES.items()}
-    return {"benchmarks.md": INDEX.format(rows=rows), **texts}
+    return {"benchmarks.md": INDEX.format(rows=rows), "prediction.md": write_page(PREDICTION, found, about), **texts}
 
 
 def write_page(page: Page, found: Found, about: dict[str, Any]) -> str:
@@ -279,7 +307,7 @@ def write_page(page: Page, found: Found, about: dict[str, Any]) -> str:
             continue
         m = about.get(name, {})
         parts.append(f"## {heading} ({m.get('date', 'date unknown').partition(';')[0]})\n")
-        parts.append(tables.SECTIONS[name](found[name]))
+        parts.append(SECTIONS[name](found[name]))
         parts.append(f"*{describe_machine(m)}*\n" if m else "*The machine was not recorded.*\n")
     return "\n".join(parts)
 

@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from tests.bench.cells import SEEDS
+
+
+class Goal(NamedTuple):
+    """A share that must not exceed a limit."""
+
+    what: str
+    value: float
+    most: float
+
+    @property
+    def kept(self) -> bool:
+        return self.value <= self.most
+
+    def __str__(self) -> str:
+        verdict = "kept" if self.kept else "NOT kept"
+        return f"{self.what} {100 * self.value:.1f} % (goal: at most {100 * self.most:.0f} %: {verdict})"
 
 
 def missing(*what: str) -> str:

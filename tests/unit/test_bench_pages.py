@@ -20,7 +20,7 @@ def written() -> dict[str, str]:
 
 def test_pages_are_written_from_the_raw_samples(written: dict[str, str]) -> None:
     there = {f"benchmarks/{path.name}" for path in (FOLDER / "project" / "benchmarks").glob("*.md")}
-    assert there | {"benchmarks.md"} == set(written)
+    assert there | {"benchmarks.md", "prediction.md"} == set(written)
     for name, text in written.items():
         assert (FOLDER / "project" / name).read_text() == text, "run: python -m tests.bench --page-only"
 
@@ -30,8 +30,9 @@ def test_each_measurement_is_on_one_page() -> None:
 
 
 def test_a_page_begins_with_question_result_and_machine_in_at_most_five_lines(written: dict[str, str]) -> None:
-    for key, page in pages.PAGES.items():
-        summary = written[f"benchmarks/{key}.md"].partition("\n## ")[0].splitlines()[2:]
+    every = {f"benchmarks/{key}.md": page for key, page in pages.PAGES.items()}
+    for key, page in {**every, "prediction.md": pages.PREDICTION}.items():
+        summary = written[key].partition("\n## ")[0].splitlines()[2:]
         lines = [line for line in summary if line]
         assert 3 <= len(lines) <= 5 and lines[0] == page.question and "cores" in lines[-1], key
 

@@ -20,8 +20,6 @@ from workbench.settings import members
 from workbench.sim import Line
 from workbench.strategies import Strategy
 
-MACHINE = {"date": "today", "cpu": "one", "system": "Linux", "torch": "2", "commit": "abc", "load": 0.5}
-
 
 def test_every_strategy_and_every_compressor_is_among_the_settings() -> None:
     names = [name for name, _ in llama.settings()]
@@ -70,8 +68,11 @@ def test_an_interrupted_campaign_continues_and_reports_its_errors(tmp_path: Path
         again.measure(name, e, given)
     assert len(made) == 1 and len(again.found["rows"]) == 3
     again.measure("refused", experiment(2, 0), given)
-    said = llama.page(again.found, MACHINE)
-    assert "3 settings: median error 9.1% (asked: at most 3%: NOT kept); worst error 9.1%" in said
+    said = llama.section(again.found)
+    assert (
+        "3 settings: median error 9.1 % (goal: at most 3 %: NOT kept); worst error 9.1 % (goal: at most 10 %: kept)"
+        in said
+    )
     assert "- refused: steps=0" in said
 
 
@@ -129,4 +130,4 @@ def test_models_across_ranks_on_sites_with_codecs_are_measured_once_each(tmp_pat
     assert made == [known, *few.values()]
     found = json.loads((tmp_path / "across.json").read_text())
     found["rows"][0]["measured"]["bubble"] = found["rows"][0]["predicted"]["bubble"] = 0.1
-    assert "2 settings, 2 of them on two sites of 2 ranks" in across.page(found, MACHINE)
+    assert "| step on two sites | 2 |" in across.section(found)

@@ -19,7 +19,6 @@ TO_REWRITE: set[str] = {
     "docs/project/benchmarks/network.md", "docs/project/benchmarks/pipelines.md",
     "docs/project/benchmarks/record.md",
     "docs/project/compression.md", "docs/project/flows/script.md", "docs/project/gpu.md",
-    "docs/project/prediction.md",
     "docs/reference/partitions.md", "docs/reference/policies.md",
 }  # fmt: skip
 BAD = {
