@@ -168,7 +168,7 @@ def section(found: dict[str, Any]) -> str:
     return (
         f"{found['ranks']} real ranks train ByteGPT of six layers, with one run for each setting. A step has {WHOLE:g} "
         f"ms of paced compute if a replica is one rank, and {CUT:g} ms if it is several ranks. Other runs calibrate "
-        f"the simulator: DDP on 500 Mbit/s{_also(found)}. Measured values are of {found['steps']} steps. The "
+        f"the simulator: DDP on 500 Mbit/s{_also(found)}. The measured step is the mean of {found['steps']} steps. The "
         "simulation has no tensor values.\n\n"
         "- Slices are tensor parallelism. The number of micro-batches is m.\n"
         "- A bubble is the share of the passes' time in which stages stand still.\n"
