@@ -122,19 +122,19 @@ def section(cells: list[dict[str, Any]]) -> str:
         rows.append([f"{c['task']}, {c['ranks']} ranks, {c['bucket_mb']:g} MB", f"{found['alone']:.0%}",
                      f"{found['bound']:.2f}", f"{found['ratio']:.2f}", f"{found['beyond']:.1f}",
                      f"{found['needed']:.1f}"])  # fmt: skip
-    head = ["cell", "computed alike, of torch's step", "so at most", "torch / ours", "beyond it, torch / ours",
-            f"needed there for {ASKED:g}"]  # fmt: skip
+    head = ["cell", "common compute, of torch's step", "limit of the ratio", "torch / ours", "remainder, torch / ours",
+            f"needed for {ASKED:g}"]  # fmt: skip
     about = (
-        "How much of a step under ZeRO-3 is forward, backward and a shard's update, which both sides do alike: a third "
-        "session computes them and exchanges nothing, in alternating blocks of "
-        f"{BLOCK} steps, medians over rounds. Seconds are the processor's, of all threads and ranks, for over the "
-        "loopback an exchange is a processor's work; other work of the machine counts little then, and neither does "
-        "waiting, so the ratios are not those of the table above. "
-        "With a share c computed alike the ratio is at most 1/c, which an exchange that takes nothing would reach; to "
-        f"come to {ASKED:g} ours must take (1 - c) / (1 / {ASKED:g} - c) times less than torch's beyond it."
+        "Under ZeRO-3 both sides do the same forward, backward and update of a shard. A third session does this "
+        f"common compute and exchanges nothing. The three run in alternating blocks of {BLOCK} steps; values are "
+        "medians over rounds. Seconds are CPU seconds of all threads and ranks, because an exchange over the loopback "
+        "is CPU work. Other work of the machine and waiting hardly count in them. So the ratios differ from those of "
+        "the table above. If the common compute is a share c of torch's step, the ratio is at most 1/c: that of an "
+        f"exchange without cost. To reach {ASKED:g}, our remainder must be (1 - c) / (1 / {ASKED:g} - c) times smaller "
+        "than torch's."
     )
-    said = [f"Of {task}'s step {_range(some, 'alone', '.0%')} are computed alike: beyond it ours must take "
-            f"{_range(some, 'needed')} times less than torch's, and takes {_range(some, 'beyond')} times less."
+    said = [f"For {task} the common compute is {_range(some, 'alone', '.0%')} of torch's step. Our remainder must be "
+            f"{_range(some, 'needed')} times smaller than torch's, and is {_range(some, 'beyond')} times smaller."
             for task, some in by.items()]  # fmt: skip
     return f"{about}\n\n{table(head, rows)}\n{' '.join(said)}\n"
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tests.bench import activations, activations_tuned, beyond, named_page, planning, scale, tuned
-from tests.bench.ddp import ratios
+from tests.bench.ddp import BLOCK, ratios
 from tests.bench.netns import excess, ratio, step
 
 BEFORE = Path(__file__).parents[2] / "docs" / "data" / "ddp_before.json"  # cells of `ddp` under the old layout
@@ -34,15 +34,16 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 def ddp(cells: list[dict[str, Any]]) -> str:
     """Section: engine DDP against torch's own."""
     about = (
-        "Our engine with recording on against `DistributedDataParallel(gradient_as_bucket_view=True, static_graph=True)`"
-        " in a plain loop, in alternating blocks of one run; median of rounds with its 95 % bootstrap interval."
+        "Ours is the engine's DDP with recording on. Torch's is"
+        " `DistributedDataParallel(gradient_as_bucket_view=True, static_graph=True)` in a plain loop."
     )
     before = json.loads(BEFORE.read_text())
     was, low, high = _mean_ratio(before)
     now = f"{_mean_ratio(cells)[1]:.3f} to {_mean_ratio(cells)[2]:.3f}"
     said = (
-        f"Before each bucket had memory of its own (commit 4568013, 2026-11-22, the same cells on the same kind of machine;"
-        f" `docs/data/ddp_before.json`) the geometric mean was {was:.3f} ({low:.3f} to {high:.3f}); since then {now}.\n"
+        f"The 95 % interval of the geometric mean is {now}. In an older version the buckets had no memory of their own:"
+        f" its geometric mean was {was:.3f} ({low:.3f} to {high:.3f}). It was measured on 2026-11-22 in the same cells on"
+        " the same kind of machine (commit 4568013; `docs/data/ddp_before.json`).\n"
     )
     return _against(about, cells, asked=1.0, floor=0.97) + said
 
@@ -60,10 +61,10 @@ def _mean_ratio(cells: list[dict[str, Any]]) -> tuple[float, float, float]:
 def fsdp(cells: list[dict[str, Any]]) -> str:
     """Section: engine ZeRO3 against torch's own."""
     about = (
-        "Our `ZeRO3` with recording on against FSDP2 (`fully_shard` on the transformer's blocks, or on modules of a bucket's"
-        " size, and on the whole model) in a plain loop over gloo, in alternating blocks of one run; median of rounds with"
-        " its 95 % bootstrap interval. With 1 MB both gather ByteGPT in three pieces, with 5 MB we in one and torch in three;"
-        " the MLP is gathered layer by layer by both."
+        "Ours is the engine's `ZeRO3` with recording on. Torch's is FSDP2 in a plain loop over gloo: `fully_shard` on the"
+        " transformer's blocks, or on modules of a bucket's size, and on the whole model. With buckets of 1 MB both sides"
+        " gather ByteGPT in three pieces. With 5 MB ours gathers it in one piece, torch in three. Both gather the MLP layer"
+        " by layer."
     )
     return _against(about, cells, asked=1.5, floor=1.5)
 
@@ -91,19 +92,26 @@ def _against(about: str, cells: list[dict[str, Any]], asked: float, floor: float
             ]
         )
     mean = math.exp(sum(map(math.log, middles)) / len(middles))
-    said = f"Geometric mean {mean:.3f} (asked: at least {asked:.2f}). "
+    said = f"Geometric mean: {mean:.3f} (goal: at least {asked:.2f}): {kept(mean >= asked)}. "
     said += (
-        f"Wholly under {floor:g}: {', '.join(under)}." if under else f"No cell's interval lies wholly under {floor:g}."
+        f"The whole interval is below {floor:g} in: {'; '.join(under)}."
+        if under
+        else f"No cell's whole interval is below {floor:g}."
+    )
+    how = (
+        f"Both sides train in alternating blocks of {BLOCK} steps of one run. A ratio is the median over rounds, with its 95 %"
+        " bootstrap interval. The A/A control compares torch's first block of a round with its second. Peak memory comes from"
+        " runs of one side alone, with the largest bucket."
     )
     head = [
         "cell",
         "torch's step",
-        "ours / torch, throughput",
-        "torch / torch (A/A)",
+        "throughput, ours / torch",
+        "A/A control, torch / torch",
         "rounds",
         "peak memory, ours / torch",
     ]
-    return f"{about}\n\n{table(head, rows)}\n{said}\n"
+    return f"{about} {how}\n\n{table(head, rows)}\n{said}\n"
 
 
 def load(machine: dict[str, Any]) -> str:
@@ -125,6 +133,11 @@ def measure_bubble(cell: dict[str, Any]) -> float:
 def keeps(value: float, sign: str, limit: float) -> bool:
     """Returns whether a value keeps its budget."""
     return value <= limit if sign == "<=" else value >= limit
+
+
+def kept(is_so: bool) -> str:
+    """Returns the word for a goal that was or was not reached."""
+    return "kept" if is_so else "NOT kept"
 
 
 def pipeline(cells: list[dict[str, Any]]) -> str:
@@ -192,15 +205,17 @@ def bound(rows: list[dict[str, Any]]) -> str:
     ]
     worst = max(statistics.median(b["steps"]) / b["bound"] for b in best.values())
     exact = all(r["bytes"] == r["formula"] for r in rows)
+    sizes = ", ".join(f"{size:g}" for size in sorted({r["bucket_mb"] for r in rows}))
     about = (
-        "A step takes at least forward + max(backward, time until the first bucket is full + wire time of all "
-        "buckets) + update. Paced, on an emulated Link, the best of the bucket sizes tried."
+        "A step takes at least forward + max(backward, f + s) + update. Here f is the time until the first bucket is full, "
+        "and s is the time to send all buckets. Compute is paced, and the Link is emulated. Each row shows the bucket size "
+        f"with the shortest step, among {sizes} MB."
     )
-    head = ["ranks", "wire / backward", "bucket", "step", "bound", "step / bound"]
+    head = ["ranks", "time to send / backward", "bucket", "step", "lower bound", "step / bound"]
     return (
-        f"{about}\n\n{table(head, out)}\nWorst {worst:.3f} (asked: at most 1.10). "
-        f"Payload bytes on the record {'equal' if exact else 'DIFFER FROM'} the formula's "
-        "(2 (p-1)/p of each bucket, in whole bytes).\n"
+        f"{about}\n\n{table(head, out)}\nWorst ratio: {worst:.3f} (goal: at most 1.10): {kept(worst <= 1.10)}. "
+        f"The recorded payload bytes {'equal' if exact else 'DIFFER FROM'} the formula's: "
+        "2 (p-1)/p of each bucket, in whole bytes.\n"
     )
 
 
@@ -218,7 +233,8 @@ def live(d: dict[str, Any]) -> str:
                 str(len(late)),
                 f"{statistics.median(late) * 1e3:.0f} ms",
                 f"{p99 * 1e3:.0f} ms",
-                f"{len(late) - len(free)}; {free[int(0.99 * (len(free) - 1))] * 1e3:.0f} ms",
+                str(len(late) - len(free)),
+                f"{free[int(0.99 * (len(free) - 1))] * 1e3:.0f} ms",
                 f"{length * 1e3 + 100:.0f} ms",
                 "yes" if p99 <= length + 0.1 else "NO",
             ]
@@ -244,24 +260,28 @@ def live(d: dict[str, Any]) -> str:
         "changes",
         "median",
         "p99",
-        "met an evaluation; p99 of the others",
-        "allowed (p99 of a step, or of a round, + 100 ms)",
+        "changes during an evaluation",
+        "p99 of all other changes",
+        "allowed p99",
         "kept",
     ]
     cost_head = [
         "strategy",
-        "recording and spooling",
-        "writing rows down",
-        "relaying, in the kernel",
-        "the ranks' CPU time",
-        "what they record of it (asked: 1 %)",
-        "with relaying",
+        "recorder and spool",
+        "appending rows",
+        "relay in the kernel",
+        "ranks, in total",
+        "recording's share (goal: 1 %)",
+        "share with the relay",
     ]
     first = ", ".join(f"{s:.1f} s" for s in d["first_loss"])
     return (
-        f"From the call of `lab.set` to its effect, 4 ranks, ByteGPT, "
-        f"unpaced:\n\n{table(head, rows)}\nCPU seconds of all ranks together:\n\n{table(cost_head, costs)}\n"
-        f"`Lab(ranks=4)` to the first loss: {first} (asked: at most 6 s).\n"
+        "Times run from the call of `lab.set` to its effect, with 4 ranks that train ByteGPT without a pace. The allowed "
+        f"p99 is 100 ms plus the p99 of a step. Under LocalSGD it is 100 ms plus that of {d['LocalSGD']['every']} steps, a round.\n\n"
+        f"{table(head, rows)}\n"
+        "The next table has CPU seconds of all ranks together. Appending rows is the cost of one row, measured alone, "
+        f"times the number of rows.\n\n{table(cost_head, costs)}\n"
+        f"From `Lab(ranks=4)` to the first loss: {first} (goal: at most 6 s): {kept(max(d['first_loss']) <= 6)}.\n"
     )
 
 
@@ -278,10 +298,10 @@ def slow_link(d: dict[str, Any]) -> str:
         rows.append(
             [
                 name,
-                f"{hit[1]:.0f} s, step {hit[0]}" if hit else "not reached",
+                f"{hit[1]:.0f} s, step {hit[0]}" if hit else f"not reached in {last[1]:.0f} s",
                 f"{seconds / hit[1]:.2f}" if hit else "",
                 f"{pace:.2f}",
-                f"{last[2]:.3f} after {last[0]} steps (torch {half[2]:.3f})",
+                f"{last[2]:.3f} after {last[0]} steps (torch {half[2]:.3f} after {half[0]})",
             ]
         )
     best = max(
@@ -293,16 +313,18 @@ def slow_link(d: dict[str, Any]) -> str:
         default=0.0,
     )
     head = [
-        "setting, turned live",
-        f"reached torch's {target:.3f} after",
+        "live setting",
+        f"time to torch's {target:.3f}",
         "times as fast",
-        "samples/s ratio",
-        "held-out at equal samples",
+        "samples/s / torch's",
+        "held-out loss at the end (torch's at the nearest step)",
     ]
     return (
-        f"{d['ranks']} ranks, {d['pace_ms']:g} ms of paced compute, "
-        f"{d['mbit']:.1f} Mbit/s; torch's DDP puts its buckets on the same Link. It needed {seconds:.0f} s for {steps} "
-        f"steps.\n\n{table(head, rows)}\nBest: {best:.2f} times as fast (asked: at least 3).\n"
+        f"{d['ranks']} ranks train with {d['pace_ms']:g} ms of paced compute per step on a Link of {d['mbit']:.1f} Mbit/s. "
+        f"Torch's DDP sends its buckets over the same Link. It needed {seconds:.0f} s for {steps} steps, to a held-out loss "
+        f"of {target:.3f}. Each other run starts as our DDP and changes live at its second step. It ends at this loss or "
+        f"after 60 % of torch's time. Times are the sum of rank 0's steps, without evaluations.\n\n{table(head, rows)}\n"
+        f"Best: {best:.2f} times as fast (goal: at least 3): {kept(best >= 3)}.\n"
     )
 
 
@@ -378,10 +400,13 @@ def memory(samples: list[dict[str, float]]) -> str:
     """Section: notebook 00 as Binder would run it."""
     parts = [{k: v for k, v in s.items() if k != "t"} for s in samples]
     peak = max(parts, key=lambda s: sum(s.values()))
-    said = ", ".join(f"{k} {v:.0f}" for k, v in sorted(peak.items(), key=lambda kv: -kv[1]))
+    total = sum(peak.values())
+    names = {"others": "all other processes"}
+    rows = [[names.get(name, name), f"{size:.0f}"] for name, size in sorted(peak.items(), key=lambda kv: -kv[1])]
     return (
-        f"Notebook 00 with 2 ranks, the sum of the proportional set sizes of all its "
-        f"processes at its peak: {sum(peak.values()):.0f} MB (asked: under 1500): {said}.\n"
+        f"At its peak, notebook 00 with 2 ranks uses {total:.0f} MB (goal: under 1500): {kept(total < 1500)}. "
+        "This is the sum of the proportional set sizes of all its processes.\n\n"
+        f"{table(['processes', 'MB'], rows)}"
     )
 
 

@@ -38,13 +38,13 @@ def summarise_engine(found: Found) -> list[str]:
             cells = found[name]
             mean = statistics.geometric_mean(statistics.median(ratios(c["rows"])["ours"]) for c in cells)
             said.append(
-                f"Our {ours} makes {mean:.3f} times the steps per second of {theirs} (mean of {len(cells)} cells)."
+                f"Our {ours} makes {mean:.3f} times the steps per second of {theirs} (geometric mean of {len(cells)} cells)."
             )
     if "live" in found:
         late = statistics.median(found["live"]["DDP"]["late"])
         first = statistics.median(found["live"]["first_loss"])
         said.append(
-            f"A live change takes effect after {1e3 * late:.0f} ms under DDP; the first loss comes after {first:.1f} s."
+            f"A live change takes effect after {1e3 * late:.0f} ms under DDP. The first loss comes after {first:.1f} s."
         )
     return said
 
@@ -211,7 +211,7 @@ SECTIONS = {**tables.SECTIONS, **{name: part.section for name, (_, part) in PRED
 PAGES = {
     "engine": Page(
         "Engine speed against torch",
-        "How fast is the engine, next to torch's own DDP and FSDP2? How soon does a live change take effect?",
+        "How fast is the engine compared with torch's DDP and FSDP2? How soon does a live change take effect?",
         {"ddp": "DDP against torch's DDP", "fsdp": "ZeRO-3 against torch's FSDP2", "beyond": "Limits of ZeRO-3's speed",
          "bound": "Step time against its lower bound", "live": "Latency of live changes, cost of recording, start-up",
          "slow_link": "Time to a loss on a slow link", "memory": "Memory of the first notebook"},
