@@ -174,15 +174,19 @@ def offload(cells: list[dict[str, Any]]) -> str:
         mid, low, high = interval([b["step"] / one for b, one in zip(c["blocks"], base, strict=True)])
         places = [f"{last[where] / 1e6:.1f}" for where in ("peak", "host", "disk", "moved")]
         rows.append([c["name"], f"{c['needs']:.1f}", *places, f"{mid:.3f} ({low:.3f} to {high:.3f})"])
-    head = ["strategy", "admitted at, MB", "device, MB", "host, MB", "disk, MB", "moved a step, MB", "step / DDP's"]
+    head = ["strategy", "least `memory_mb`", "on the device, MB", "on the host, MB", "on disk, MB", "moved per step, MB",
+            "step / DDP's step"]  # fmt: skip
     about = (
-        "ByteGPT of six layers with AdamW on two ranks, compute paced to 240 ms a step, 0.2 GB/s between device and host"
-        " and 0.1 GB/s to disk; one run, switched live. Admitted at: the least `memory_mb` at which a lab does not refuse"
-        " it. What lies where is the most in a step on rank 0, what is moved goes to or from host and disk on rank 0."
-        f" Steps are medians of blocks, each over that of the same round under DDP; {len(base)} alternating rounds with"
-        " a 95 % bootstrap interval; the last row is the first again."
+        "ByteGPT with six layers and AdamW trains on two ranks, in one run that switches strategies live. Compute is paced"
+        " to 240 ms a step. Transfers run at 0.2 GB/s between device and host, and at 0.1 GB/s to disk.\n\n"
+        "* `memory_mb`: the least value at which the lab accepts the strategy.\n"
+        "* Device, host and disk: the largest number of bytes in a step on rank 0.\n"
+        "* Moved: bytes to or from host and disk on rank 0.\n"
+        "* Step: the median of a block, divided by DDP's step of the same round."
+        f" Values are medians of {len(base)} alternating rounds, with a 95 % bootstrap interval.\n"
+        "* The last row is the A/A control: it repeats the first row."
     )
-    return f"{about}\n\n{table(head, rows)}\n"
+    return f"{about}\n\n{table(head, rows)}"
 
 
 def bound(rows: list[dict[str, Any]]) -> str:

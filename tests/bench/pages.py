@@ -69,8 +69,8 @@ def summarise_memory(found: Found) -> list[str]:
     least = min(others, key=lambda c: c["blocks"][-1]["peak"])
     steps = [b["step"] / a["step"] for a, b in zip(first["blocks"], least["blocks"], strict=True)]
     return [
-        f"{least['name']} needs {least['blocks'][-1]['peak'] / 1e6:.1f} MB on the device, {first['name']} "
-        f"{first['blocks'][-1]['peak'] / 1e6:.1f} MB. A step then takes {statistics.median(steps):.2f} times as long."
+        f"The least device memory is {least['blocks'][-1]['peak'] / 1e6:.1f} MB, under {least['name']}. {first['name']} needs "
+        f"{first['blocks'][-1]['peak'] / 1e6:.1f} MB. With the least memory a step takes {statistics.median(steps):.2f} times as long."
     ]
 
 
@@ -226,7 +226,7 @@ PAGES = {
     ),
     "memory": Page(
         "Memory: sharding and offloading",
-        "How little device memory does a model need, and how much longer does a step take then?",
+        "How little device memory does a model need? How much longer does a step take then?",
         {"offload": "ZeRO-Offload and ZeRO-Infinity"},
         summarise_memory,
     ),
