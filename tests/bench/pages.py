@@ -166,17 +166,21 @@ def summarise_record(found: Found) -> list[str]:
         said.append(
             f"A record of an hour ({hour['spans'] / 1e6:.1f} million spans) opens in {statistics.median(hour['load_s']):.1f} s."
         )
-    boards = [found[name] for name in ("dashboard", "dashboard_64", "dashboard_real") if name in found]
-    over = [
-        key
-        for d in boards
-        for key, (sign, limit) in d["budgets"].items()
-        if not tables.keeps(d["results"][key], sign, limit)
+    boards = {"8 ranks": "dashboard", "64 ranks": "dashboard_64", "4 real ranks": "dashboard_real"}
+    budgets = [
+        (setup, key, tables.keeps(found[name]["results"][key], sign, limit))
+        for setup, name in boards.items()
+        if name in found
+        for key, (sign, limit) in found[name]["budgets"].items()
     ]
-    if boards:
+    if budgets:
+        over: dict[str, list[str]] = {}
+        for setup, key, is_kept in budgets:
+            if not is_kept:
+                over.setdefault(setup, []).append(key)
         said.append(
-            f"The dashboard keeps {sum(len(d['budgets']) for d in boards) - len(over)} of its {sum(len(d['budgets']) for d in boards)} "
-            f"budgets" + (f"; with 64 ranks it misses: {', '.join(over)}." if over else ".")
+            f"The dashboard keeps {sum(is_kept for *_, is_kept in budgets)} of its {len(budgets)} budgets."
+            + "".join(f" With {setup} it misses: {'; '.join(keys)}." for setup, keys in over.items())
         )
     return said
 
@@ -260,10 +264,10 @@ PAGES = {
     ),
     "record": Page(
         "Record and dashboard",
-        "How large is the record, how soon is it open, and what does the dashboard cost?",
+        "How large is the record? How long does it take to open? What does the dashboard cost?",
         {"record": "Size of the record", "record_hour": "Opening a record of an hour", "checksums": "Checksums of the record",
          "dashboard": "Dashboard with 8 ranks", "dashboard_64": "Dashboard with 64 ranks",
-         "dashboard_real": "Dashboard with four real ranks on the same cores"},
+         "dashboard_real": "Dashboard with 4 real ranks on the same cores"},
         summarise_record,
     ),
 }  # fmt: skip
