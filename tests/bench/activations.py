@@ -130,16 +130,13 @@ def text(found: dict[str, Any]) -> str:
     from tests.bench.page import table
 
     seeds = sorted({c["seed"] for c in found["cells"]})
-    by: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
-    for c in found["cells"]:
-        by.setdefault((c["way"], c["codec"], c["direction"]), []).append(c)
-    lines = []
+    by, lines = _by_row(found), []
     for row in rows():
         mine, plain = by.get(row, []), by.get((row.way, "none", ""), [])
         if mine and plain:
             lines.append(_line(row, mine, plain))
-    head = ["", "codec", "compressed", "training loss", "over none", "held-out loss, uncompressed", "over none",
-            "bytes forward", "bytes backward"]  # fmt: skip
+    head = ["partition", "codec", "compressed", "training loss", "above none", "held-out loss, uncompressed",
+            "above none", "bytes forward", "bytes backward"]  # fmt: skip
     said = "\n".join(_said(way, by) for way in WAYS if (way, "none", "") in by)
     return f"{_about(found, seeds)}\n\n{table(head, lines)}\n{said}\n\n{_times(found)}\n{PAPERS}\n"
 
@@ -151,21 +148,42 @@ def _line(row: Row, mine: list[dict[str, Any]], plain: list[dict[str, Any]]) -> 
     return [*told, *(f"{_share(mine[0][what], plain[0][what])}" for what in ("activation", "gradient"))]
 
 
-def _said(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> str:
-    """Returns which rows change the training loss by more than the spread of seeds."""
+def find_costly_codecs(found: dict[str, Any]) -> tuple[list[str], float]:
+    """Returns the codecs that raise the training loss by more than seeds differ, and the largest rise."""
+    by = _by_row(found)
+    each = [_differences(way, by) for way in WAYS if (way, "none", "") in by]
+    worse = {name: x for off, noise in each for name, x in off.items() if x > noise}
+    costly = [codec for codec in CODECS if any(name.startswith(f"{codec} ") for name in worse)]
+    return costly, max(worse.values(), default=0.0)
+
+
+def _by_row(found: dict[str, Any]) -> dict[tuple[str, str, str], list[dict[str, Any]]]:
+    by: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
+    for c in found["cells"]:
+        by.setdefault((c["way"], c["codec"], c["direction"]), []).append(c)
+    return by
+
+
+def _differences(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> tuple[dict[str, float], float]:
+    """Returns the training loss of each row above that of none, and the spread of the seeds of none."""
     plain = by[way, "none", ""]
-    noise = max(c["loss"] for c in plain) - min(c["loss"] for c in plain)
     off = {f"{codec} {direction}": float(_over(mine, plain, "loss")) for (its, codec, direction), mine in by.items()
            if its == way and codec != "none"}  # fmt: skip
+    return off, max(c["loss"] for c in plain) - min(c["loss"] for c in plain)
+
+
+def _said(way: str, by: dict[tuple[str, str, str], list[dict[str, Any]]]) -> str:
+    """Returns which rows change the training loss by more than the spread of seeds."""
+    off, noise = _differences(way, by)
 
     def told(rows: dict[str, float]) -> str:
-        return ", ".join(f"{name} ({x:+.2f})" for name, x in sorted(rows.items(), key=lambda one: one[1])) or "nothing"
+        return ", ".join(f"{name} ({x:+.2f})" for name, x in sorted(rows.items(), key=lambda one: one[1])) or "no row"
 
     worse = {name: x for name, x in off.items() if x > noise}
     better = {name: x for name, x in off.items() if x < -noise}
     return (
-        f"* {way}: seeds of none are {noise:.2f} apart. Beyond that cost: {told(worse)}. Beyond that gain: "
-        f"{told(better)}. All else is within it. {_directions(off, noise)}"
+        f"* {way}: without a codec the seeds differ by {noise:.2f}. Rows with a larger rise of the training loss: {told(worse)}. Rows with a "
+        f"larger fall: {told(better)}. All other rows are within this spread. {_directions(off, noise)}"
     ).rstrip()
 
 
@@ -181,12 +199,12 @@ def _directions(off: dict[str, float], noise: float) -> str:
         if max(abs(there), abs(back)) <= noise:
             alike.append(codec)
         elif abs(there - back) <= noise:
-            said.append(f"{codec} costs as much either way ({there:+.2f} forward, {back:+.2f} backward)")
+            said.append(f"{codec} costs about as much in both directions ({there:+.2f} forward, {back:+.2f} backward)")
         else:
             way = "forward" if there > back else "backward"
             said.append(f"{codec} costs more {way} ({there:+.2f} forward, {back:+.2f} backward)")
-    said += [f"with {', '.join(alike)} neither does"] if alike else []
-    return f"Which direction matters: {'; '.join(said)}." if said else ""
+    said += [f"{', '.join(alike)}: within the spread in both directions"] if alike else []
+    return f"{'. '.join(said)}." if said else ""
 
 
 def _spread(values: list[float]) -> str:
@@ -206,14 +224,18 @@ def _share(nbytes: int, dense: int) -> str:
 
 def _about(found: dict[str, Any], seeds: list[int]) -> str:
     return (
-        f"ByteGPT from its beginning, {found['steps']} steps of {TASK.batch} windows on two "
-        f"ranks, simulated with real tensors, mean and range of {len(seeds)} seeds; all rows at the task's own learning "
-        f"rate {TASK.lr:g}, none is tuned (of two the next section is). Between 2 stages (two micro-batches) each activation and its gradient cross once; "
-        f"inside of 2 slices each layer's do, what an embedding finds and what the head answers not counted, which "
-        f"cross as they are. The training loss is the mean of the last {LAST} steps, with compression; the held-out "
-        f"loss is that of the same model computed without. Bytes are those of both ranks in one step, beside their share "
-        f'of what crosses without a codec. "Forward" leaves gradients alone, whatever was left out; with "one '
-        f'choice" a gradient goes back through what the forward has chosen, which between stages is all that crosses.'
+        f"ByteGPT trains from its start for {found['steps']} steps of {TASK.batch} windows on two ranks, simulated with real "
+        f"tensors. Values are the mean and the range of {len(seeds)} seeds. All rows have the task's own learning rate "
+        f"{TASK.lr:g}, and none is tuned. The next section tunes two rows.\n\n"
+        "* 2 stages: each activation and its gradient travel once, in two micro-batches.\n"
+        "* 2 slices: ranks exchange the activations of every layer, and their gradients. The output of the embedding and that of "
+        "the head travel uncompressed and are not counted.\n"
+        f"* Training loss: the mean of the last {LAST} steps, with compression. Held-out loss: that of the same model, computed "
+        "without compression.\n"
+        '* Above none: the mean difference from the row "none", which has no codec, on the same seeds.\n'
+        "* Bytes: those of both ranks in one step, and their share of the bytes without a codec.\n"
+        '* "forward": gradients travel whole, even those of elements that the codec left out. "one choice": gradients go back only through '
+        "what the forward has chosen. Between stages a rank sends only these."
     )
 
 
@@ -224,19 +246,21 @@ def _times(found: dict[str, Any]) -> str:
     for name, t in found.get("timed", {}).items():
         below = 8e-6 * (t["dense"] - t["nbytes"]) / t["seconds"]
         lines.append([name, f"{t['seconds'] * 1e3:.2f}", f"{t['nbytes'] / t['dense']:.0%}", f"{below:,.0f}"])
-    head = ["codec", "encode and decode, ms", "bytes", "pays below, Mbit/s"]
+    head = ["codec", "encode and decode, ms", "share of bytes", "saves time below, Mbit/s"]
     about = (
-        f"What a codec takes for the {TASK.batch} x {TASK.context} x {TASK.width} floats that one layer hands on, on one "
-        f"thread of this machine (median of {REPEATS}), and below which bandwidth that is less than what it saves:"
+        f"The next table has the time of a codec for the {TASK.batch} x {TASK.context} x {TASK.width} floats that one layer passes "
+        f"on. It is the median of {REPEATS} on one thread of this machine. Below the bandwidth in the last column a codec takes less "
+        "time than its smaller payload saves."
     )
     return f"{about}\n\n{table(head, lines)}"
 
 
-PAPERS = """What the papers say, as far as their abstracts could be checked: Bian et al. (https://arxiv.org/abs/2301.02654)
-compare pruning, learning and quantization in more than 160 settings and find model parallelism fundamentally different from
-data parallelism; numbers of their tables are not repeated here. Activations and Gradients Compression for Model-Parallel Training
-(https://arxiv.org/abs/2401.07788) finds that gradients ask for milder compression than activations, that 10 % is the least
-of Top-k that does no severe harm, and that a model trained with Top-k does well only if it is applied in inference, too."""
+PAPERS = """These are results of two papers, as far as their abstracts could be checked. Bian et al.
+(https://arxiv.org/abs/2301.02654) compare pruning, learning and quantization in more than 160 settings. They find model
+parallelism fundamentally different from data parallelism. Numbers of their tables are not repeated here. "Activations and
+Gradients Compression for Model-Parallel Training" (https://arxiv.org/abs/2401.07788) finds that gradients need milder
+compression than activations. Top-k of 10 % is its strongest Top-k without severe harm. A model that was trained with Top-k
+does well only if inference applies Top-k, too."""
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ def _one_choice(codec: Projection | Dense) -> Partition:
 
 
 WAS, NONE, NOW, FEW, SLOW = (
-    "rank 20 before its mend",
+    "rank 20 before its repair",
     "none",
     "rank 20",
     "none, blocks write 20 features",
@@ -196,18 +196,10 @@ def text(found: dict[str, Any]) -> str:
                 *(_told(at, what) for what in ("loss", "held_out")),
             ]
         lines.append(line + [""] * (9 - len(line)))
-    head = [
-        "",
-        "seeds",
-        "training loss",
-        "held-out loss",
-        "rates tried",
-        "best rate",
-        "seeds",
-        "training loss",
-        "held-out loss",
-    ]
-    return f"{_about()}\n\n{table(head, lines)}\n{_said(cells)}\n"
+    columns = ["seeds", "training loss", "held-out loss"]
+    head = ["row", *(f"{column} at {ByteGPT.lr:g}" for column in columns), "rates tried", "best rate",
+            *(f"{column} at the best rate" for column in columns)]  # fmt: skip
+    return f"{_about()}\n\n{table(head, lines)}\n{_said(cells)}"
 
 
 def _told(cells: Cells, what: str) -> str:
@@ -222,42 +214,43 @@ def _told(cells: Cells, what: str) -> str:
 def _about() -> str:
     share = ByteGPT().width // RANK
     return (
-        f"Rank 20 with one choice in 2 slices: the same runs as in the section above, at the task's rate, {ByteGPT.lr:g}, and {NONE} and {NOW} at their own: "
-        f"rates a factor of {FACTOR:g} apart, the least held-out loss on the first seed, one more rate wherever that lies at the edge. "
-        f'Before a mend "rank 20, both, one choice" trained better than none. A tensor that is zero has no strongest directions, and the {RANK} that are sent of it '
-        f"are the first {RANK} features. A gradient that went back through these reached so many outputs of a block's last matrices, which begin as zero; so the next tensor lay in "
-        f"these features, too, and so on to the end. Two rows tell whether that is the cause: blocks that write {RANK} of {ByteGPT().width} features by construction, without a codec "
-        f'and in one process, and blocks that begin at random, where no tensor is zero. A third tells what was good about it: "{SLOW}" write all features, but their last '
-        f"matrices learn at an {share}th of the rate. Between stages an activation holds what the embedding has found and is never zero, so nothing was confined there."
+        f"These are the runs of rank 20 with one choice in 2 slices, as in the section above, at the task's rate {ByteGPT.lr:g}. The rows {NONE} and {NOW} "
+        f"also run at their own best rate. Rates are a factor of {FACTOR:g} apart, and the best one has the least held-out loss on the first seed. If it is at the edge, "
+        "one more rate follows.\n\n"
+        f'Before a repair, "rank 20, both, one choice" trained better than none. A zero tensor has no strongest directions, so the codec sent its first {RANK} features. '
+        f"A gradient that went back through these reached only {RANK} outputs of a block's last matrices, which begin as zero. So the next tensor had only these features, too, "
+        "until the end of the run.\n\n"
+        f"Two controls test whether this is the cause. In one, blocks write {RANK} of {ByteGPT().width} features by construction, without a codec and in one process. In the other, blocks "
+        f'begin at random, so no tensor is zero. A third control tests what was good about it: in "{SLOW}" the blocks write all features, but their last matrices learn at 1/{share} of '
+        "the rate. Between stages an activation contains the output of the embedding and is never zero. So nothing was confined there."
     )
 
 
 def _said(cells: Cells) -> str:
     """Returns the differences between rows at the task's rate and at their best rates."""
+    from tests.bench.page import table
+
     stirred = [f"{name}, blocks begin at random" for name in (WAS, NONE)]
     pairs = [(WAS, NONE), (FEW, NONE), (WAS, FEW), (SLOW, NONE), (NOW, NONE), (stirred[0], stirred[1])]
-    lines = [
-        f"* At the task's rate {a} is over {b} by {_apart(of(cells, a, 1.0), of(cells, b, 1.0))}." for a, b in pairs
-    ]
+    rows = [[a, b, "the task's", *_apart(of(cells, a, 1.0), of(cells, b, 1.0))] for a, b in pairs]
     tuned = {row: of(cells, row, chosen[0]) for row in TUNED if (chosen := best(cells, row))}
     if len(tuned) == len(TUNED):
-        lines.append(f"* Each at its best rate {NOW} is over {NONE} by {_apart(tuned[NOW], tuned[NONE])}.")
-        lines.append(
-            f"* At the task's rate {FEW} is over {NONE} at its best by {_apart(of(cells, FEW, 1.0), tuned[NONE])}."
-        )
-    return "\n".join(lines)
+        rows.append([NOW, NONE, "each row's best", *_apart(tuned[NOW], tuned[NONE])])
+        rows.append([FEW, NONE, f"the task's; best of {NONE}", *_apart(of(cells, FEW, 1.0), tuned[NONE])])
+    head = ["row", "compared with", "rate", "training loss, difference", "held-out loss, difference", "seeds"]
+    return f"The differences on the same seeds, with mean and standard error:\n\n{table(head, rows)}"
 
 
-def _apart(mine: Cells, other: Cells) -> str:
-    """Returns the mean difference on the same seeds with its standard error, in training and in held-out loss."""
+def _apart(mine: Cells, other: Cells) -> list[str]:
+    """Returns the mean difference on the same seeds with its standard error, in training and held-out loss, and the seeds."""
     found = []
-    for name, what in (("training", "loss"), ("held-out", "held_out")):
+    for what in ("loss", "held_out"):
         base = {c["seed"]: c[what] for c in other}
         each = [c[what] - base[c["seed"]] for c in mine if c["seed"] in base]
         if len(each) < 2:
-            return "what is not measured yet"
-        found.append(f"{statistics.fmean(each):+.3f} ± {statistics.stdev(each) / math.sqrt(len(each)):.3f} in {name}")
-    return f"{' and '.join(found)} loss ({len(each)} seeds; mean and standard error)"
+            return ["not measured yet", "", ""]
+        found.append(f"{statistics.fmean(each):+.3f} ± {statistics.stdev(each) / math.sqrt(len(each)):.3f}")
+    return [*found, str(len(each))]
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.bench import across, llama, named, prediction, scale, second_order_page, tuned
+from tests.bench import across, activations, llama, named, prediction, scale, second_order_page, tuned
 from tests.bench import page as tables
 from tests.bench.ddp import ratios
 from tests.bench.netns import ratio
@@ -50,14 +50,20 @@ def summarise_engine(found: Found) -> list[str]:
 
 
 def summarise_pipelines(found: Found) -> list[str]:
-    """Summarises idle stages, and the throughput against torch's schedules."""
+    """Summarises idle stages, the throughput against torch's schedules, and the loss with compressed activations."""
     said = []
     if "pipeline" in found:
         off = max(abs(tables.measure_bubble(c) - tables.predict_bubble(c)) for c in found["pipeline"])
-        said.append(f"The measured share of idle time is at most {off:.3f} from its formula.")
+        said.append(f"The measured bubble, the share of idle time, differs from its formula by at most {off:.3f}.")
     if "schedules" in found:
         pace = [statistics.median(ratios([row[:4] for row in c["rows"]])["ours"]) for c in found["schedules"]]
         said.append(f"Our schedules make {min(pace):.3f} to {max(pace):.3f} times the steps per second of torch's.")
+    if "activations" in found:
+        costly, most = activations.find_costly_codecs(found["activations"])
+        said.append(
+            f"Of the codecs for activations, only {' and '.join(costly)} can raise the training loss by more than seeds differ: by up to {most:.2f}."
+            if costly else "No codec for activations raises the training loss by more than seeds differ."
+        )  # fmt: skip
     return said
 
 
@@ -223,7 +229,7 @@ PAGES = {
     ),
     "pipelines": Page(
         "Pipelines",
-        "How long do a pipeline's stages stand idle? What does compressing activations cost?",
+        "How long are a pipeline's stages idle? What does compressing activations cost?",
         {"pipeline": "Pipeline bubble", "schedules": "Pipeline schedules against torch's", "activations": "Compressed activations",
          "activations_tuned": "Compressed activations at tuned rates"},
         summarise_pipelines,

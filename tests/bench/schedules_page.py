@@ -24,21 +24,24 @@ def section(cells: list[dict[str, Any]]) -> str:
                      "{:.3f} ({:.3f} to {:.3f})".format(*control), f"{still['ours']:.3f}", f"{still['torch']:.3f}",
                      f"{formula:.3f}", f"{c['apart']:.1e}"])  # fmt: skip
     about = (
-        "Our `Pipeline` with recording on against `torch.distributed.pipelining` (`PipelineStage`, `ScheduleGPipe`,"
-        " `Schedule1F1B`, `ScheduleInterleaved1F1B`) in a plain loop over gloo, in alternating blocks of one run: four"
-        f" ranks, {cells[0]['micros']} micro-batches, eight equal layers that sleep 10 ms forward and 20 ms backward on"
-        " either side, in double precision. The bubble is the share of the time from the first pass to the last that a"
-        " stage stands still, by the layers' own clocks. Before the blocks one step of each is compared: the largest"
-        " difference of any gradient over the largest gradient. Medians of"
-        f" {len(ratios([row[:4] for row in cells[0]['rows']])['ours'])} rounds with a 95 % bootstrap interval."
+        "Ours is `Pipeline` with recording on. Torch's is `torch.distributed.pipelining` (`PipelineStage`, "
+        "`ScheduleGPipe`, `Schedule1F1B`, `ScheduleInterleaved1F1B`) in a plain loop over gloo. Both run in "
+        f"alternating blocks of one run, on four ranks with {cells[0]['micros']} micro-batches. The model has eight "
+        "equal layers in double precision. A layer sleeps 10 ms forward and 20 ms backward on either side. The bubble "
+        "is the share of time in which a stage is idle, from the first pass to the last one, by the layers' own "
+        f"clocks. Values are medians of {len(ratios([row[:4] for row in cells[0]['rows']])['ours'])} rounds, with a 95 "
+        "% bootstrap interval. The last column compares how one step of plain SGD changes the weights on both sides, "
+        "before the blocks. It is the largest difference divided by the largest change, which is that of the "
+        "gradients."
     )
-    head = ["schedule", "torch's step", "ours / torch, throughput", "torch / torch (A/A)", "bubble, ours",
-            "bubble, torch's", "formula", "gradients apart by"]  # fmt: skip
+    head = ["schedule", "torch's step", "throughput, ours / torch", "A/A control, torch / torch", "our bubble",
+            "torch's bubble", "bubble by formula", "difference of gradients"]  # fmt: skip
     far = max(c["apart"] for c in cells)
     verdict = "kept" if far <= CLOSE else "MISSED"
-    said = f"Asked of gradients: within {CLOSE:g}. The furthest are {far:.1e} apart: {verdict}."
+    said = f"Gradients differ by at most {far:.1e} (goal: within {CLOSE:g}): {verdict}."
     left = (
-        "Not compared: zero bubble. torch's (`ScheduleInterleavedZeroBubble`, `ScheduleZBVZeroBubble`) want at least"
-        " two stages on each rank; ZB-H1 has one, and its own bubble, so neither would be a yardstick for the other."
+        "Zero bubble is not compared. Torch's `ScheduleInterleavedZeroBubble` and `ScheduleZBVZeroBubble` need at "
+        "least two stages on each rank. ZB-H1 has one stage on each rank, and a bubble of its own. So neither is a "
+        "yardstick for the other."
     )
     return f"{about}\n\n{table(head, rows)}\n{said}\n\n{left}\n"

@@ -54,11 +54,13 @@ def test_the_page_shows_each_rows_difference() -> None:
     page = activations.text({"steps": 7, "cells": cells, "timed": timed})
     assert "| 2 stages | fp16 | both | 2.750 (2.250 to 3.250) | +0.250 |" in page and "0 kB, 50%" in page
     assert "| fp16 | 1.00 | 50% | 4 |" in page and "7 steps" in page
-    assert "seeds of none are 1.00 apart. Beyond that cost: nothing. Beyond that gain: nothing." in page
+    assert "without a codec the seeds differ by 1.00. Rows with a larger rise of the training loss: no row." in page
+    assert "Rows with a larger fall: no row." in page and activations.find_costly_codecs({"cells": cells}) == ([], 0.0)
     cells += [cell(Row("2 stages", "8 bits", "forward"), seed, loss=4.0 + seed) for seed in (0, 1)]
-    assert "Beyond that cost: 8 bits forward (+2.00)." in activations.text({"steps": 7, "cells": cells})
+    assert "rise of the training loss: 8 bits forward (+2.00)." in activations.text({"steps": 7, "cells": cells})
+    assert activations.find_costly_codecs({"cells": cells}) == (["8 bits"], 2.0)
     cells += [cell(Row("2 stages", "8 bits", "backward"), seed, loss=2.0 + seed) for seed in (0, 1)]
-    said = "Which direction matters: 8 bits costs more forward (+2.00 forward, +0.00 backward)."
+    said = "All other rows are within this spread. 8 bits costs more forward (+2.00 forward, +0.00 backward)."
     assert said in activations.text({"steps": 7, "cells": cells})
 
 
@@ -79,4 +81,4 @@ def test_each_row_is_tuned_until_its_best_rate_has_neighbours_then_runs_all_seed
         assert len(activations_tuned.of(cells, row, rate)) == activations_tuned.SEEDS
     page = activations_tuned.text({"cells": cells})
     assert "0.000375, 0.00075, 0.0015, 0.003, 0.006 | 0.00075 | 5 | 2.020 (2.000 to 2.040)" in page
-    assert "At the task's rate rank 20 is over none by -0.750 ± 0.000 in training" in page
+    assert "| rank 20 | none | the task's | -0.750 ± 0.000 |" in page
