@@ -85,7 +85,8 @@ class Wires:
         inside = f"{self.mbit:g} Mbit/s, {self.latency:g} ms"
         if not self.site:
             return inside
-        return f"{inside}; between sites of {self.site} {self.between_mbit:g} Mbit/s, {self.between_latency:g} ms"
+        between = f"{self.between_mbit:g} Mbit/s, {self.between_latency:g} ms"
+        return f"{inside}; between sites of {self.site} ranks: {between}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,25 +234,18 @@ def section(d: list[dict[str, Any]]) -> str:
     (emulated, of), (real, of_real) = kept[False], kept[True]
     rounds = min(len(each) for found in d for by in found["took"].values() for each in by.values())
     about = (
-        f"All-reduces of {RANKS} ranks, begun together by a common clock and over when the last rank has the sum;"
-        f" medians of {rounds} alternating rounds of {SUMS}. Predicted to be first: by the cost models, from the"
-        f" emulated Link's own numbers, and on real ports (a network namespace each, tbf) from {fits}, fitted to the"
-        f" rings alone. A prediction holds where what is predicted to be first takes at most {CLOSE:g} times as long"
-        f" as what is. On emulated Links it holds in {emulated} of {of} cells (asked: {ASKED} of 10), on real ports in"
-        f" {real} of {of_real}. There nothing tells the double tree of a latency, so it cuts what it sends into as many"
-        f" pieces as it may, which is not what is predicted of it."
+        f"{RANKS} ranks start an all-reduce together, by a common clock. It ends when the last rank has the sum. A "
+        f"time is the median of {SUMS} all-reduces, and of {rounds} round{'s' * (rounds > 1)} in which the algorithms "
+        "take turns. The prediction is the algorithm with the least time by its cost model. On emulated Links the "
+        "models take the Link's own numbers. On real ports, in a network namespace each with `tc tbf`, they take "
+        f"{fits}, fitted to the rings alone. A prediction holds if the predicted algorithm takes at most {CLOSE:g} "
+        f"times as long as the fastest one.\n\nOn emulated Links it holds in {emulated} of {of} cells (goal: {ASKED} "
+        f"of 10), on real ports in {real} of {of_real}. The double tree takes the latency from the settings, and on "
+        "real ports they have none. So it cuts its data into as many pieces as it may. The prediction for it assumes "
+        "another number of pieces."
     )
-    head = [
-        "wires",
-        "kB",
-        "predicted to be first",
-        "first",
-        "its ms",
-        "second's",
-        "last's",
-        "predicted one's / first's",
-    ]
-    head.append("predictions off by, median")
+    head = ["network", "kB", "predicted", "fastest", "fastest, ms", "second, ms", "slowest, ms", "predicted / fastest",
+            "error of predictions, median"]  # fmt: skip
     return f"{about}\n\n{table(head, rows)}"
 
 

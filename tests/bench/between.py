@@ -108,16 +108,18 @@ def section(d: list[dict[str, Any]]) -> str:
         right += chosen == first
         off += [abs(said[way] / took[way] - 1) for way in took]
         each = [f"{took[way] * 1e3:.0f} ({said[way] * 1e3:.0f})" for way in WAYS]
-        rows.append([found["about"], f"{4 * found['numel'] / 1e3:g}", *each, first])
+        rows.append([found["about"], f"{4 * found['numel'] / 1e3:g}", *each, first.replace("whole", "uncompressed")])
     rounds = min((len(each) for found in d for each in found["took"].values()), default=0)
     about = (
-        f"Sums of {RANKS} ranks in two sites, begun together by a common clock and over when the last rank has the sum;"
-        f" ms, medians of {rounds} alternating rounds, and in brackets what the simulator says from the Link's own"
-        f" numbers, without what encoding takes. Compressed is TopK(density={DENSITY:g}); between sites it is"
-        f" BetweenSites of that, whole inside. What is predicted to be first is so in {right} of {len(d)} cells;"
-        f" predictions are off by {statistics.median(off):.1%} in the median, {max(off):.1%} at most."
+        f"{RANKS} ranks in two sites start a sum together, by a common clock. It ends when the last rank has the sum. "
+        f"Times are ms, medians of {rounds} alternating rounds. In brackets is the simulator's prediction from the "
+        f"Link's own numbers, without the time to encode. Compressed by every rank: `TopK(density={DENSITY:g})`. "
+        "Compressed between sites: `BetweenSites` of it, uncompressed inside a site.\n\nThe predicted fastest way is "
+        f"the fastest in {right} of {len(d)} cells. Predictions are off by {statistics.median(off):.1%} in the median "
+        f"and by {max(off):.1%} at most."
     )
-    return f"{about}\n\n{table(['wires', 'kB', *WAYS, 'first'], rows)}"
+    ways = [way.replace("whole", "uncompressed") for way in WAYS]
+    return f"{about}\n\n{table(['network', 'kB', *ways, 'fastest'], rows)}"
 
 
 def main() -> None:

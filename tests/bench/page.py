@@ -339,8 +339,8 @@ def netns(found: list[dict[str, Any]]) -> str:
     for f in found:
         cell, over, off = f["cell"], excess(f), abs(ratio(f) - 1)
         name = f"{f['ranks']} ranks, {cell['mbit']:g} Mbit/s, {cell['bucket_mb']:g} MB, frames of {f['frame']}"
-        late += [f"{name} ({ratio(f):.2f}, cores {f['real'][0]['busy']:.0%} busy)"] if off > 0.1 else []
-        fat += [f"{name} ({max(over):.1%})"] if min(over) < 0 or max(over) > 0.05 else []
+        late += [f"* {name}: {ratio(f):.2f}, cores {f['real'][0]['busy']:.0%} busy"] if off > 0.1 else []
+        fat += [f"* {name}: {max(over):.1%}"] if min(over) < 0 or max(over) > 0.05 else []
         rows.append(
             [
                 name,
@@ -353,26 +353,33 @@ def netns(found: list[dict[str, Any]]) -> str:
             ]
         )
     about = (
-        "DDP, 100 ms of paced compute per step. Real: each rank a process in a network namespace, a cable to one "
-        "bridge, `tc tbf` on both ends with a burst of 1 ms of the rate (one frame, where that is more). Modelled: the "
-        "same processes on the loopback with a Link of the same bandwidth and no latency. Steps are lower quartiles, so "
-        "that what else the machine does stays out. Bytes: what each rank's port sent over what its record says, "
-        "a run without payload taken off both; where the burst is over 64 kB (1000 Mbit/s) the kernel counts one "
-        "header for up to 64 kB, elsewhere one per frame: 66 bytes to 1448 of payload (4.6 %) in frames of 1500, "
-        "and acknowledgements. So 200 Mbit/s with frames of 1500 is the most work for the cores, not 1000."
+        "DDP runs with 100 ms of paced compute per step on two networks:\n\n"
+        "* Real: each rank is a process in a network namespace, with a cable to one bridge. `tc tbf` limits the rate at both ends. "
+        "Its burst is 1 ms of the rate, or one frame if a frame is larger.\n"
+        "* Modelled: the same processes use the loopback, with a Link of the same bandwidth and no latency.\n\n"
+        "A step is the lower quartile over steps, because other load only makes steps longer. The bytes that each "
+        "rank's port sent are compared with the bytes in its record. A run without payload is subtracted from both. At 1000 "
+        "Mbit/s the burst is over 64 kB, and the kernel counts one header for up to 64 kB. At lower rates it counts one header per frame. In frames "
+        "of 1500 this is 66 bytes for 1448 of payload (4.6 %), and there are acknowledgements. So the most work for the "
+        "cores is 200 Mbit/s with frames of 1500, not 1000 Mbit/s."
     )
     head = [
         "cell",
         "real step",
         "modelled step",
         "modelled / real",
-        "by medians",
-        "port over record",
-        "cores busy, with all else",
+        "modelled / real, by medians",
+        "port's bytes above the record's",
+        "cores busy, by all processes",
     ]
-    said = f"Further off than 10 %: {', '.join(late) or 'none'}. "
-    said += f"Bytes outside 0 to 5 %: {', '.join(fat) or 'none'}."
-    return f"{about}\n\n{table(head, rows)}\n{said}\n"
+    parts = [
+        "Steps further off than 10 %, modelled / real:",
+        *(late or ["* none"]),
+        "Bytes outside 0 to 5 %:",
+        *(fat or ["* none"]),
+    ]
+    said = "\n".join(f"\n{part}\n" if part.endswith(":") else part for part in parts)
+    return f"{about}\n\n{table(head, rows)}{said}\n"
 
 
 def record(d: dict[str, Any]) -> str:

@@ -8,11 +8,23 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.bench import across, activations, llama, named, prediction, scale, second_order_page, tuned
+from tests.bench import (
+    across,
+    activations,
+    algorithms,
+    llama,
+    named,
+    prediction,
+    published_wire_page,
+    scale,
+    second_order_page,
+    tuned,
+)
 from tests.bench import page as tables
 from tests.bench.ddp import ratios
 from tests.bench.netns import ratio
@@ -81,7 +93,7 @@ def summarise_memory(found: Found) -> list[str]:
 
 
 def summarise_network(found: Found) -> list[str]:
-    """Summarises the emulated link's agreement with a real network, and compression between sites."""
+    """Summarises the emulated link against a real network, all-reduce algorithms and published bandwidths."""
     said = []
     if "netns" in found:
         near = sum(abs(ratio(f) - 1) <= 0.1 for f in found["netns"])
@@ -89,10 +101,25 @@ def summarise_network(found: Found) -> list[str]:
             f"A step on the emulated link lasts as long as on a real network, within 10 %, in {near} of "
             f"{len(found['netns'])} cells."
         )
+    if "algorithms" in found:
+        cells = [cell for one in found["algorithms"] for cell in algorithms.cells(one)]
+        names = Counter(cell["first"] for cell in cells)
+        right = sum(cell["over"] <= algorithms.CLOSE for cell in cells)
+        said.append(
+            f"In {len(cells)} cells the fastest all-reduce is: {', '.join(f'{name} in {n}' for name, n in names.most_common())}. "
+            f"In {right} cells the cost models' choice is within {algorithms.CLOSE - 1:.0%} of it."
+        )
     if "between" in found:
         first = sum(min(c["took"], key=lambda w, c=c: statistics.median(c["took"][w])) == "compressed between sites"
                     for c in found["between"])  # fmt: skip
-        said.append(f"Compression between sites only is the fastest in {first} of {len(found['between'])} cells.")
+        said.append(
+            f"With two sites, compression only between them is the fastest sum in {first} of {len(found['between'])} cells."
+        )
+    if "published_wire" in found:
+        near, of = published_wire_page.count_near(found["published_wire"]["bandwidth"])
+        said[-1:] = [
+            f"{' '.join(said[-1:])} The simulator is within a factor of {1 + published_wire_page.NEAR:g} of {near} of {of} published bandwidths.".strip()
+        ]
     return said
 
 
@@ -242,7 +269,7 @@ PAGES = {
     ),
     "network": Page(
         "Networks and all-reduce",
-        "Does the emulated link agree with a real network? Which all-reduce is the fastest? Does the simulator give published numbers?",
+        "Does the emulated link agree with a real network? Which all-reduce is the fastest? Does the simulator predict published numbers?",
         {"netns": "Emulated link against a real network", "algorithms": "All-reduce algorithms",
          "between": "Compression between sites", "published": "Published scaling: interleaved pipelines and ZeRO",
          "published_wire": "Published bandwidths: DiLoCo and DDP"},

@@ -52,4 +52,4 @@ def test_compression_between_sites_is_predicted_and_shown_next_to_measurements()
              "took": dict(zip(between.WAYS, ([0.5], [0.3], [0.2], [0.1]), strict=True))}  # fmt: skip
     said = between.section([found])
     assert "| wires | 4 | 500 (400) | 300 (300) | 200 (200) | 100 (100) | compressed between sites |" in said
-    assert "is so in 1 of 1 cells; predictions are off by 0.0% in the median, 20.0% at most" in said
+    assert "is the fastest in 1 of 1 cells. Predictions are off by 0.0% in the median and by 20.0% at most." in said

@@ -14,7 +14,6 @@ from tests import links, prose
 MOST = prose.Figures(words=0, markers=3.0, mean=18.0, long=10.0)
 SHORT = 150  # words; a shorter page counts only towards all pages
 TO_REWRITE: set[str] = {
-    "docs/project/benchmarks/network.md",
     "docs/project/compression.md", "docs/project/flows/script.md", "docs/project/gpu.md",
     "docs/reference/partitions.md", "docs/reference/policies.md",
 }  # fmt: skip
