@@ -14,11 +14,11 @@ from tests.bench.cells import Results, kept, reached
 from tests.bench.page import table
 from tests.bench.words import spread
 
-HEAD = """# Compression, measured
+QUESTION = "Which compressor reaches a loss sooner than dense fp32, and on which link?"
+REPRODUCE = """## Reproduction
 
-Written by `make bench-compression` from the raw samples in `docs/data/`; `python -m tests.bench.compression --page-only`
-writes it again from them. Whether a compressor is worth it depends on the link, so there is a table for each; it is
-compared with dense fp32 and, because half of the bytes are nearly free, with bf16.
+`make bench-compression` measures the raw samples in `docs/data/` and writes this page from them.
+`python -m tests.bench.compression --page-only` only writes the page.
 """
 DENSE, BF16, AGAIN = "Dense", "Cast(to=bf16)", "Dense again"
 CLEARLY = 1.05  # times as fast: a smaller ratio is no difference
@@ -85,10 +85,39 @@ def text(data: Path, shared: Path) -> str:
     """Returns the whole page from the campaign's cells in `data` and the other samples in `shared`."""
     found = results(data)
     links = list(dict.fromkeys(f["where"] for f in found.files if f["part"] == "step"))
-    parts = [HEAD, _codecs(shared / "codecs.json"), _how(found), _losses(found, data), compression_tuned.text(found)]
+    parts = [
+        _head(found),
+        _codecs(shared / "codecs.json"),
+        _how(found),
+        _losses(found, data),
+        compression_tuned.text(found),
+    ]
     parts += [_times(found, data), *(_link(found, link) for link in sorted(links, key=_order))]
     parts += [_full(found), _where(found), studies_page.text(found, data / "studies", _old(found, data, "levels"))]
-    return "\n".join(part for part in parts if part)
+    return "\n".join([part for part in parts if part] + [REPRODUCE])
+
+
+def _head(found: Results) -> str:
+    """Returns the title, the question, the fastest compressor on each link, and the machine."""
+    tuned, slow, said = _head_start(found), [], []
+    for link in sorted({f["where"] for f in found.files if f["part"] == "step"}, key=_order):
+        if (speeds := _speeds(ranking(found, link))) is None:
+            continue
+        wins, _ = _sides(speeds)
+        if not wins:
+            slow.append(link)
+            continue
+        best = max(speeds.values())
+        also = f", {best * tuned:.2f} times that of dense at its own best learning rate" if tuned else ""
+        said.append(f"At {link}, {wins[0]} is the fastest to the loss: {best:.2f} times the speed of dense fp32{also}.")
+    if slow:
+        said.insert(
+            0, f"On these links no compressor is clearly faster to the loss than dense fp32: {', '.join(slow)}."
+        )
+    dates = sorted({f["date"] for f in found.files if f.get("date")}) or ["an unknown date"]
+    when = f"on {dates[0]}" if dates[0] == dates[-1] else f"from {dates[0]} to {dates[-1]}"
+    machine = f"Machine: 2 cores; the samples do not name the CPU. No GPU was used. Measured {when}."
+    return "# Compression, measured\n\n" + "\n".join([QUESTION, *said, machine]) + "\n"
 
 
 def _order(link: str) -> float:
@@ -101,12 +130,14 @@ def _how(found: Results) -> str:
     from tests.bench.compression import BUCKET, COUNTED, EVERY, PACE, SETTLE, STEPS, TASK
 
     return (
-        "## Who wins when\n\n"
-        f"ByteGPT(layers={TASK.layers}, width={TASK.width}, context={TASK.context}) on 4 ranks under DDP, buckets of {BUCKET:g} MB (what a density, a norm or a scale is taken of "
-        f"ends with the bucket), the task's optimizer (AdamW) and learning rate, {TASK.lr:g}, for all; tuned rates and other optimizers follow below. Loss against step: the "
-        f"simulator with real tensors, {STEPS} steps, evaluated every {EVERY}, three seeds; under a lockstep strategy it does not depend on the link. Time of a step: "
-        f"{COUNTED} steps on real ranks after {SETTLE} that do not count, {PACE:g} ms of paced compute in each, so codecs that run beside backward share two cores "
-        f"with four ranks. Time to the loss {target(found):g} (dense's at half of its run): their product.{compression_tuned.sooner(found, target(found))}\n"
+        "## Time to a loss, by link\n\n"
+        "Whether a compressor pays depends on the link, so each link has a table. The tables compare with dense fp32. They also compare with bf16, because half of the bytes "
+        f"are nearly free. The task is ByteGPT(layers={TASK.layers}, width={TASK.width}, context={TASK.context}) on 4 ranks under DDP, with buckets of {BUCKET:g} MB. A compressor takes its "
+        f"density, norm or scale within one bucket. All rows use the task's optimizer (AdamW) and its learning rate, {TASK.lr:g}. Tuned rates and other optimizers follow below.\n\n"
+        f"- Loss by step: the simulator with real tensors, {STEPS} steps, evaluated every {EVERY}, three seeds. Under a lockstep strategy the loss does not depend on the link.\n"
+        f"- Time of a step: {COUNTED} steps on real ranks, after {SETTLE} steps that do not count. Each step has {PACE:g} ms of paced compute. Codecs that run during backward share "
+        "two cores with four ranks.\n"
+        f"- Time to the loss {target(found):g}: the steps to the loss times the time of a step. Dense has this loss at half of its run.{compression_tuned.sooner(found, target(found))}\n"
     )
 
 
@@ -117,13 +148,14 @@ def _times(found: Results, data: Path) -> str:
     cells = {(c.row, c.where): c for c in steps()}
     timed = [f for f in found.files if f["part"] == "step" and (f["row"], f["where"]) in cells]
     old = {f["row"]: f.get("commit") or "?" for f in timed if kept(cells[f["row"], f["where"]], COSTS, data) is None}
-    head = "### Times\n\nThe tables below multiply steps to the loss by the length of a step. "
+    head = "### Step times\n\nThe tables below multiply the steps to the loss by the time of a step. "
     if not old:
-        return head + "All steps were timed with the code that there is.\n"
+        return head + "All steps were timed with the present code.\n"
     at = ", ".join(sorted(set(old.values())))
     return (
-        f"{head}Steps of these were timed before their code, or code they share, changed (commit {at}), and were not timed again: {', '.join(sorted(old))}. "
-        "ALQ's and AMQ's steps after the first do now what they did then, and first steps do not count; in fp32 all others that round to levels do, too.\n"
+        f"{head}These rows were timed before their code or shared code changed, and were not timed again:\n\n"
+        f"{table(['rows timed with older code', 'commit'], [[', '.join(sorted(old)), at]])}\n"
+        "ALQ's and AMQ's steps after the first step still do what they did then, and first steps do not count. In fp32 this also holds for every other compressor that rounds to levels.\n"
     )
 
 
@@ -138,7 +170,7 @@ def _old(found: Results, data: Path, part: str) -> list[str]:
 def _losses(found: Results, data: Path) -> str:
     labels = list(dict.fromkeys(f["row"] for f in found.files if f["part"] == "loss" and "curve" in f["found"]))
     if not labels:
-        return "### Loss against step\n\nNot measured yet: `make bench-compression`.\n"
+        return "### Loss by step\n\nNot measured yet: `make bench-compression`.\n"
     base = found.seeds("loss", DENSE, "any link")
     dense_bytes = statistics.fmean(f["bytes"] for f in base.values()) if base else 0.0
     dense_end = statistics.fmean(f["curve"][-1][2] for f in base.values()) if base else 0.0
@@ -149,9 +181,9 @@ def _losses(found: Results, data: Path) -> str:
         to = steps_to(found, label)
         never = sum(not s for s in to)
         reach = (
-            f"{_middle(to):.0f}{f', never by {never} of {len(to)}' if never else ''}"
+            f"{_middle(to):.0f}{f' (never: {never} of {len(to)} seeds)' if never else ''}"
             if _middle(to)
-            else f"not by {never} of {len(to)}"
+            else f"never: {never} of {len(to)} seeds"
         )
         sent = statistics.fmean(f["bytes"] for f in each)
         gap = f"{statistics.fmean(ends) / dense_end - 1:+.1%}" if dense_end else ""
@@ -162,17 +194,17 @@ def _losses(found: Results, data: Path) -> str:
         "compressor",
         "times fewer bytes than dense fp32",
         "steps to the loss",
-        "held-out loss at the end",
-        "against dense",
+        "final held-out loss",
+        "loss against dense",
     ]
     refused = "".join(f"\n{row}: {why}.\n" for (part, row), why in found.refused.items() if part == "loss")
     old = _old(found, data, "loss")
     since = (
-        f"\nSome or all seeds of these ran before their code, or code they share, changed: {', '.join(old)}.\n"
+        f"\nSome or all seeds of these rows ran before their code or shared code changed:\n\n{table(['rows with older code'], [[', '.join(old)]])}"
         if old
         else ""
     )
-    return f"### Loss against step\n\n{table(head, [line for _, line in lines])}{since}{refused}"
+    return f"### Loss by step\n\n{table(head, [line for _, line in lines])}{since}{refused}"
 
 
 def _link(found: Results, link: str) -> str:
@@ -190,12 +222,12 @@ def _link(found: Results, link: str) -> str:
         )
     head = [
         "compressor",
-        "step",
-        "steps/s over dense fp32",
+        "time of a step",
+        "times dense fp32's steps/s",
         "sent per rank and step",
         "codec per step",
-        "time to the loss: over dense fp32",
-        "over bf16",
+        "times dense fp32's speed to the loss",
+        "times bf16's speed to the loss",
     ]
     return f"### Link: {link}\n\n{table(head, lines)}{_control(found, link)}"
 
@@ -206,7 +238,7 @@ def _control(found: Results, link: str) -> str:
     if not first or not again:
         return ""
     ratio = again[0]["step_s"] / first[0]["step_s"]
-    return f"\nDense again after all others: {again[0]['step_s'] * 1e3:.0f} ms, {ratio:.2f} times as long as before (A/A).\n"
+    return f"\nDense, timed again after every other row: {again[0]['step_s'] * 1e3:.0f} ms, {ratio:.2f} times as long as before (A/A).\n"
 
 
 def _full(found: Results) -> str:
@@ -219,46 +251,62 @@ def _full(found: Results) -> str:
         took = f"{one['time_s']:.1f} s" if one["time_s"] else "not reached"
         ratio = f"{one['time_s'] / one['product_s']:.2f}" if one["time_s"] else ""
         now = next((r.time for r in ranking(found, f["where"]) if r.label == f["row"]), 0.0)
-        since = f" (now {now:.1f} s: made before the code changed)" if abs(now / one["product_s"] - 1) > 1e-3 else ""
+        since = (
+            f" (now {now:.1f} s: predicted before the code changed)" if abs(now / one["product_s"] - 1) > 1e-3 else ""
+        )
         lines.append([f["where"], f["row"], f"{one['product_s']:.1f} s{since}", took, ratio])
-    head = ["link", "compressor", "the product says", "really made", "ratio"]
-    about = "On each link dense and what was quickest then, trained on real ranks until the loss; one seed, so the steps to the loss vary, too."
-    return f"### The product, checked\n\n{about}\n\n{table(head, lines)}"
+    head = ["link", "compressor", "predicted time to the loss", "measured time to the loss", "measured / predicted"]
+    about = (
+        "A prediction multiplies the steps to the loss by the time of a step. On each link, dense and the compressor that was then the fastest trained on real ranks "
+        "until the loss. There is one seed, so the steps to the loss vary, too."
+    )
+    return f"### Predicted and measured time to the loss\n\n{about}\n\n{table(head, lines)}"
 
 
 def _where(found: Results) -> str:
-    """Returns the winners and the number of losers, link by link."""
-    known = compression_tuned.head_start(found, target(found))
+    """Returns the table of compressors that are faster and slower than dense, link by link."""
+    tuned = _head_start(found)
     links = sorted({f["where"] for f in found.files if f["part"] == "step"}, key=_order)
-    said = [
-        line for link in links if (line := _winners(link, ranking(found, link), known[1] / known[2] if known else 0.0))
-    ]
-    return "### Where compression loses\n\n" + "\n".join(said) + "\n" if said else ""
+    lines = [_winners(link, speeds, tuned) for link in links if (speeds := _speeds(ranking(found, link))) is not None]
+    if not lines:
+        return ""
+    head = ["link", "fastest", "times dense fp32's speed", "faster than dense fp32", "slower than dense fp32"]
+    best = " Tuned dense is dense fp32 at its own best learning rate." if tuned else ""
+    more = ["times tuned dense's speed", "faster than tuned dense", "slower than tuned dense"] if tuned else []
+    about = (
+        f"Faster means: more than {CLEARLY:g} times the speed to the loss. Slower means: less than 1 / {CLEARLY:g} times. "
+        f"A compressor that never reaches the loss is slower.{best}"
+    )
+    return f"### Faster and slower compressors, by link\n\n{about}\n\n{table(head + more, lines)}"
 
 
-def _winners(link: str, rows: list[Row], tuned: float) -> str:
-    """Returns one link's line.
+def _head_start(found: Results) -> float:
+    """Returns Dense's steps at its own best learning rate over those at the task's; 0: not known."""
+    known = compression_tuned.head_start(found, target(found))
+    return known[1] / known[2] if known else 0.0
 
-    tuned: Dense's steps at its own best learning rate over those at the task's; 0: not known
-    """
+
+def _speeds(rows: list[Row]) -> dict[str, float] | None:
+    """Returns each compressor's speed to the loss relative to dense (0: never reached); None without dense's."""
     base = next((r for r in rows if r.label == DENSE), None)
     if base is None or not base.time:
-        return ""
-    times = {r.label: base.time / r.time if r.time else 0.0 for r in rows if r.label != DENSE}
-    wins, loses = _sides(times)
-    best = max(times.values(), default=0.0)
-    over = f" ({best * tuned:.2f} over dense at its own best learning rate)" if tuned else ""
-    first = (
-        f"{wins[0]} is quickest, {best:.2f} times as fast as dense fp32{over}"
-        if wins
-        else "nothing beats dense fp32 clearly"
-    )
-    line = f"- **{link}**: {first}; {len(wins)} of {len(times)} win, {len(loses)} lose: {', '.join(loses) or 'none'}."
+        return None
+    return {r.label: base.time / r.time if r.time else 0.0 for r in rows if r.label != DENSE}
+
+
+def _winners(link: str, speeds: dict[str, float], tuned: float) -> list[str]:
+    """Returns one link's row. tuned: see _head_start."""
+    wins, loses = _sides(speeds)
+    best = max(speeds.values(), default=0.0)
+    line = [link, wins[0] if wins else "none", f"{best:.2f}" if wins else "", *_counted((wins, loses), len(speeds))]
     if not tuned:
         return line
-    more, less = _sides({label: times[label] * tuned for label in times})
-    named = f" ({', '.join(more)})" if more else ""
-    return f"{line} Over dense at its own best learning rate {len(more)} of {len(times)} win{named}, {len(less)} lose."
+    sides = _sides({label: speed * tuned for label, speed in speeds.items()})
+    return [*line, f"{best * tuned:.2f}" if wins else "", *_counted(sides, len(speeds))]
+
+
+def _counted(sides: tuple[list[str], list[str]], count: int) -> list[str]:
+    return [f"{len(labels)} of {count}{': ' if labels else ''}{', '.join(labels)}" for labels in sides]
 
 
 def _sides(times: dict[str, float]) -> tuple[list[str], list[str]]:
@@ -272,7 +320,7 @@ def _sides(times: dict[str, float]) -> tuple[list[str], list[str]]:
 
 def _codecs(path: Path) -> str:
     if not path.exists():
-        return "## What codecs cost\n\nNot measured yet: `python -m tests.bench.codecs --out docs/data/codecs.json`.\n"
+        return "## Codec cost\n\nNot measured yet: `python -m tests.bench.codecs --out docs/data/codecs.json`.\n"
     rows: list[dict[str, Any]] = json.loads(path.read_text())
     lines = []
     for r in rows:
@@ -285,8 +333,11 @@ def _codecs(path: Path) -> str:
             (ms, [r["name"], f"{ms:.0f} ms", f"{statistics.median(each):.1f}", f"{statistics.median(again):.2f}"])
         )
     lines.sort(key=lambda line: line[0])
-    head = ["compressor, as its bare name means it", "encode and decode", "copies of memory", "copy / copy (A/A)"]
-    about = "One thread, 8 M float32 elements as one square matrix, one rank alone: encoding and decoding in alternating rounds with a copy of the same memory, medians."
+    head = ["compressor, by its bare name", "encode and decode", "times a copy of the memory", "copy / copy (A/A)"]
+    about = (
+        "One rank alone encodes and decodes 8 M float32 elements, one square matrix, with one thread. Rounds alternate with a copy of the same memory. Numbers are medians. "
+        "A compressor has the settings that its bare name stands for."
+    )
     asked = [
         (
             r["name"],
@@ -305,6 +356,6 @@ def _codecs(path: Path) -> str:
             for n, i, want, x, r in asked
         ]
         more = "\n" + table(
-            ["kernel", "input", "times as fast as the plain torch expression", "asked", "quality"], kernel
+            ["kernel", "input", "times as fast as the plain torch expression", "goal", "quality"], kernel
         )
-    return f"## What codecs cost\n\n{about}\n\n{table(head, [line for _, line in lines])}{more}"
+    return f"## Codec cost\n\n{about}\n\n{table(head, [line for _, line in lines])}{more}"

@@ -97,8 +97,8 @@ def sooner(found: Results, goal: float) -> str:
         return ""
     rate, steps, base, seeds = known
     return (
-        f" Dense is at the task's rate there, as all are; at its own best, {rate * TASK.lr:g}, it gets to that loss in {steps:.0f} steps "
-        f"instead of {base:.0f} ({seeds} of {len(SEEDS)} seeds), so a factor below {base / steps:.2f} over dense fp32 is none over a tuned one."
+        f" Dense has the task's rate in the tables, as every row has. At its own best rate, {rate * TASK.lr:g}, it reaches that loss in {steps:.0f} steps "
+        f"instead of {base:.0f} ({seeds} of {len(SEEDS)} seeds). So a factor below {base / steps:.2f} against dense fp32 is no gain against a tuned dense."
     )
 
 
@@ -123,16 +123,14 @@ def text(found: Results) -> str:
     from tests.bench.compression import STEPS
 
     about = (
-        f"The same training, {STEPS} steps, each row with a learning rate of its own, Dense like the others: the rates named at each table on the first seed, one more "
-        f"beyond where the best is the smallest or the largest (where that is still to come, the row says so), then the best with {len(SEEDS)} seeds. Adam divides by the size of what usually comes, so a large "
-        "entry that comes alone moves its weight no further than a small one would: what error feedback sends late does not count in full through Adam's first moment. "
+        f"Each row, Dense included, trains as above for {STEPS} steps with its own learning rate. The rates named at each table run with the first seed. If the best is the smallest or the "
+        f"largest, one more rate beyond it is tried. If that rate is not tried yet, the row says so. The best rate then runs with {len(SEEDS)} seeds. Adam divides by the usual size of an entry. "
+        "So a large entry that comes alone moves its weight no further than a small entry. Through Adam's first moment, the entries that error feedback sends late do not count in full. "
         "EFSignSGD, OneBit and DGC are meant for SGD."
     )
     if not any(ends(found, setting, row) for setting in SETTINGS for row in setting.rows):
         return "Each compressor at its own best learning rate, under three optimizers: not measured yet.\n"
-    return f"### Each at its best learning rate, under three optimizers\n\n{about}\n" + "".join(
-        _table(found, s) for s in SETTINGS
-    )
+    return f"### Tuned learning rates under three optimizers\n\n{about}\n" + "".join(_table(found, s) for s in SETTINGS)
 
 
 def _table(found: Results, setting: Setting) -> str:
@@ -152,7 +150,7 @@ def _table(found: Results, setting: Setting) -> str:
             else ""
         )
         lines.append([row, rate, spread(each) if math.isfinite(sum(each)) else "not a number", gap])
-    head = [f"under {setting.name}", "learning rate", "held-out loss at the end", "against dense"]
+    head = [f"under {setting.name}", "learning rate", "final held-out loss", "loss against dense"]
     rates = f"\nTried first: {', '.join(f'{r:g}' for r in setting.rates)}.\n"
     gaps = f"\nNot measured yet: {', '.join(lacking)}.\n" if lacking else ""
     return f"\n{table(head, lines)}{rates}{gaps}" if lines else f"\nUnder {setting.name}: not measured yet.\n"

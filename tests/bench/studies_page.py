@@ -39,7 +39,8 @@ def _ends(found: Results, part: str, row: str) -> list[float]:
 
 
 def _accordion(found: Results) -> str:
-    head, lines, says = ["pair", "", "sent per rank and step", "held-out loss at the end", "against gentle"], [], []
+    head = ["pair", "ratio", "sent per rank and step", "final held-out loss", "loss against gentle"]
+    lines, says = [], []
     for of in PAIRS:
         gentle = _ends(found, "accordion", f"{of}: gentle")
         for word in ("gentle", "Accordion", "harsh"):
@@ -60,8 +61,8 @@ def _accordion(found: Results) -> str:
     if not lines:
         return "## Accordion against its two ratios\n\nNot measured yet: `make bench-compression`.\n"
     about = (
-        "The same training as in the tables above, at a constant learning rate, under error feedback: always gentle, always harsh, and Accordion, which checks "
-        f"every {CHECKS} steps. The paper finds the gentle ratio's accuracy at nearly the harsh one's bytes over 300 epochs, with learning rates that drop; here the one critical regime is the beginning, and nobody drops the rate."
+        "The training is that of the tables above, at a constant learning rate, under error feedback. It runs with the gentle ratio, with the harsh ratio, and with Accordion, which checks "
+        f"every {CHECKS} steps. The paper finds the gentle ratio's accuracy at nearly the harsh ratio's bytes, over 300 epochs with learning rates that drop. Here the only critical regime is the beginning, because the rate never drops."
     )
     return f"## Accordion against its two ratios\n\n{about}\n\n{table(head, lines)}\n" + "\n".join(says) + "\n"
 
@@ -78,25 +79,25 @@ def _between(found: Results, of: str) -> list[str]:
     saved = f"{(gb - ab) / (gb - hb):.0%} of the bytes that the harsh ratio saves"
     if abs(h - g) <= noise:
         return [
-            f"- {of}: Accordion saves {saved}. The two ratios' losses differ by less than seeds do, so there was nothing to win back here."
+            f"- {of}: Accordion saves {saved}. The two ratios' losses differ by less than seeds do, so Accordion had nothing to win back here."
         ]
-    return [f"- {of}: Accordion saves {saved} and pays {(a - g) / (h - g):.0%} of the loss that it costs."]
+    return [f"- {of}: Accordion saves {saved} and pays {(a - g) / (h - g):.0%} of the loss that the harsh ratio costs."]
 
 
 def _tails(tails: dict[str, dict[str, float]] | None) -> str:
-    """Returns the errors of ALQ and AMQ on normal numbers, which ALQ assumes, and on other ones."""
+    """Returns the table of ALQ's and AMQ's errors on normal numbers, which ALQ assumes, and on other numbers."""
     if not tails:
         return ""
-    each = "; ".join(
-        f"on {kind} numbers {', '.join(f'{name} {v:.3g}' for name, v in at.items())}" for kind, at in tails.items()
-    )
-    return f" ALQ solves for normal distributions: {each}."
+    names = list(next(iter(tails.values())))
+    lines = [[kind.rstrip(","), *(f"{at[name]:.3g}" for name in names)] for kind, at in tails.items()]
+    head = ["distribution of the numbers", *(f"variance, {name}" for name in names)]
+    return f" ALQ solves for normal distributions:\n\n{table(head, lines)}"
 
 
-def _before_the_mend(old: list[str]) -> str:
+def _before_the_fix(old: list[str]) -> str:
     if not old:
         return ""
-    return f" Of {', '.join(old)} some seeds are from before levels were fitted in the first step already; their losses say nothing of levels and are left out."
+    return f' In the cells "before the fix" ({len(old)}), some seeds ran before the first step fitted levels. Their losses say nothing about levels, so the table leaves them out.'
 
 
 def _levels(
@@ -111,17 +112,17 @@ def _levels(
         lines.append([label, *lost, *ends])
     worse = [b for b in BLOCKS if variance and _mean(variance, "ALQ", b) > _mean(variance, "AMQ", b)]
     note = (
-        f" In blocks of {' and '.join(map(str, worse))} ALQ loses more than AMQ, whose levels it could have found.{_tails(tails)}"
+        f"\nIn blocks of {' and '.join(map(str, worse))} ALQ has a larger variance than AMQ, although it could have found AMQ's levels.{_tails(tails)}"
         if worse
         else ""
     )
     dense = _ends(found, "loss", "Dense")
     base = f" Dense fp32 ends at {spread(dense)} at the same learning rate, which is not its best one." if dense else ""
     about = (
-        f"All send {BITS} bits per element and 4 bytes per block. Variance: ||C(x) - x||^2 / ||x||^2 of gradients from the last third of a training in one process, after the fitted ones have fitted "
-        f"three times. Loss: at the end of the training above, three seeds, no error feedback.{base}{_before_the_mend(old)}{note}"
+        f"Every row sends {BITS} bits per element and 4 bytes per block. Variance is ||C(x) - x||^2 / ||x||^2 of gradients from the last third of a training in one process. By then, a compressor that fits levels "
+        f"has fitted them three times. Loss is the final loss of the training above, with three seeds and without error feedback.{base}{_before_the_fix(old)}"
     )
-    return f"## Levels at equal bits\n\n{about}\n\n{table(head, lines)}"
+    return f"## Rounding levels at equal bits\n\n{about}\n\n{table(head, lines)}{note}"
 
 
 def _mean(variance: dict[str, list[float]], label: str, block: int) -> float:
@@ -132,7 +133,7 @@ def _zen(folder: Path) -> str:
     crossings, seen = _rows(folder / "crossings.json"), _rows(folder / "schemes.json")
     out = ["## Zen's schemes by density\n"]
     if crossings:
-        head = ["below it sends less", "above it", "ranks", "crossing by formula", "in virtual time", "ratio"]
+        head = ["faster below", "faster above", "ranks", "crossing, formula", "crossing, virtual time", "ratio"]
         lines = [
             [
                 c["below"],
@@ -145,13 +146,13 @@ def _zen(folder: Path) -> str:
             for c in crossings
         ]
         out.append(
-            "Elements whose places are independent, no latency: the density at which two schemes take equally long.\n\n"
+            "A crossing is the density at which two schemes take equally long, for elements at independent places and without latency.\n\n"
             + table(head, lines)
         )
     if seen:
         about = (
-            f"ClickThrough on {RANKS} real ranks over emulated links of {LATENCY:g} ms: a step's exchange, median. The fewer rows its tables have, the denser is a batch's gradient. "
-            "The formulas count bytes. Where messages are small, rounds take longer than bytes: 1 with gather and dense, 2 log2 p with tree, 4 with owners, 2 p with ring, each with four ranks taking turns on two cores."
+            f"ClickThrough runs on {RANKS} real ranks over emulated links with a latency of {LATENCY:g} ms. Times are medians of one step's exchange. The fewer rows the tables have, the denser a batch's gradient is. "
+            "The formulas count bytes. If messages are small, rounds take longer than bytes. Gather and dense have 1 round, tree 2 log2 p, owners 4, and ring 2 p. In each round four ranks take turns on two cores."
         )
         out += [
             about,
@@ -163,7 +164,7 @@ def _zen(folder: Path) -> str:
 def _measured_schemes(seen: list[dict[str, Any]]) -> str:
     """Returns milliseconds by scheme on real ranks, and whether the fastest is the formulas' choice."""
     by = {(s["ids"], s["scheme"]): s for s in seen}
-    head = ["rows per table", "density", *SCHEMES, "auto", "quickest", "the formulas' choice"]
+    head = ["rows per table", "density", *SCHEMES, "auto", "fastest", "the formulas' choice"]
     lines, agreed = [], 0
     tables = list(dict.fromkeys(s["ids"] for s in seen))
     for ids in tables:
@@ -174,5 +175,5 @@ def _measured_schemes(seen: list[dict[str, Any]]) -> str:
         agreed += took[guess] <= 1.05 * took[best]
         ms = [f"{took[s] * 1e3:.1f} ms" for s in SCHEMES]
         lines.append([str(ids), f"{some['density']:.2%}", *ms, f"{by[ids, 'auto']['wire'] * 1e3:.1f} ms", best, guess])
-    about = f"{seen[0]['mbit']:g} Mbit/s: in {agreed} of {len(tables)} the formulas' choice took within 5 % of the quickest."
+    about = f"{seen[0]['mbit']:g} Mbit/s: in {agreed} of {len(tables)} rows the formulas' choice is within 5 % of the fastest scheme."
     return f"\n{about}\n\n{table(head, lines)}"

@@ -143,8 +143,8 @@ def test_the_page_shows_the_head_start_of_a_tuned_dense() -> None:
     for one in rows:
         one["found"]["curve"] = [[0, 0, 5.0], [100, 1, 3.0], [300, 2, one["found"]["curve"][-1][2]]]
     said = compression_tuned.sooner(Results([*plain, *rows]), 3.0)
-    assert "at its own best, 0.006, it gets to that loss in 100 steps instead of 200" in said
-    assert "below 2.00 over" in said
+    assert "At its own best rate, 0.006, it reaches that loss in 100 steps instead of 200" in said
+    assert "below 2.00 against dense fp32" in said
     assert compression_tuned.sooner(Results(plain), 3.0) == ""
     steps = [
         {"part": "step", "row": row, "where": "50 Mbit/s", "seed": 0, "found": {"step_s": t, "bytes": 1, "codec_s": 0}}
@@ -152,7 +152,7 @@ def test_the_page_shows_the_head_start_of_a_tuned_dense() -> None:
     ]
     alq = [{**one, "row": "ALQ"} for one in plain]
     said = compression_page._where(Results([*plain, *alq, *rows, *steps]))
-    assert "ALQ is quickest, 4.00 times as fast as dense fp32 (2.00 over dense at its own best learning rate)" in said
+    assert "| 50 Mbit/s | ALQ | 4.00 | 1 of 1: ALQ | 0 of 1 | 2.00 | 1 of 1: ALQ | 0 of 1 |" in said
 
 
 def test_winners_are_also_counted_against_a_tuned_dense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,6 +163,7 @@ def test_winners_are_also_counted_against_a_tuned_dense(monkeypatch: pytest.Monk
     runs = [{"part": "loss", "row": r, "where": "any link", "seed": 0, "found": curve([200, 1, 3.0])} for r in took]
     monkeypatch.setattr(compression_tuned, "head_start", lambda *_: (2.0, 100.0, 200.0, 3))
     said = compression_page._where(Results([*steps, *runs]))
-    assert "2 of 3 win, 0 lose: none. Over dense at its own best learning rate 1 of 3 win (ALQ), 2 lose." in said
+    assert "| 4.00 | 2 of 3: ALQ, QSGD | 0 of 3 | 2.00 | 1 of 3: ALQ | 2 of 3: QSGD, AMQ |" in said
     monkeypatch.setattr(compression_tuned, "head_start", lambda *_: None)
-    assert "own best" not in compression_page._where(Results([*steps, *runs]))
+    said = compression_page._where(Results([*steps, *runs]))
+    assert "own best" not in said and "tuned dense" not in said
