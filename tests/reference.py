@@ -82,7 +82,7 @@ def combinations() -> str:
         for m in shipped(base):
             if why := _refused(settings_of(m)):
                 found.setdefault((text, why), []).append(m.__name__)
-    return table(["beside", "refused", "why"], [[text, ", ".join(names), why] for (text, why), names in found.items()])
+    return table(["with", "refused", "why"], [[text, ", ".join(names), why] for (text, why), names in found.items()])
 
 
 def _refused(asked: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ class Policy(PolicyBase):
     state:      the result of `init`
     """
 
-    paused: bool = knob(False, doc="it looks no more and leaves everything as it is")
+    paused: bool = knob(False, doc="the policy pauses and changes nothing")
     look_every: int = knob(20, 1, 10**6, unit="steps", log=True, doc="steps between two looks at the record")
 
     decides: ClassVar[bool] = True
