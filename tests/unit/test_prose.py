@@ -13,9 +13,6 @@ from tests import links, prose
 
 MOST = prose.Figures(words=0, markers=3.0, mean=18.0, long=10.0)
 SHORT = 150  # words; a shorter page counts only towards all pages
-TO_REWRITE: set[str] = {
-    "docs/project/compression.md",
-}  # fmt: skip
 BAD = {
     "a clause without a noun": "The view depends on what is known of a step.",
     "a sentence that begins with a clause": "What a rank sends counts once.",
@@ -43,7 +40,7 @@ def above(text: list[str]) -> list[str]:
     return [f"{field}: {got:.1f}, at most {most}" for field, got, most in pairs if most and got > most]
 
 
-@pytest.mark.parametrize("page", [p for p in prose.pages() if name(p) not in TO_REWRITE], ids=name)
+@pytest.mark.parametrize("page", prose.pages(), ids=name)
 def test_a_page_is_in_plain_english(page: Path) -> None:
     text = prose.sentences(page)
     if prose.measure(text).words >= SHORT:
@@ -58,11 +55,6 @@ def test_all_pages_together_are_in_plain_english() -> None:
 def test_a_notebook_has_few_markers(page: Path) -> None:
     got = prose.measure(prose.sentences(page))
     assert got.markers <= MOST.markers, f"python -m tests.prose {name(page)} quotes the sentences"
-
-
-@pytest.mark.parametrize("page", sorted(TO_REWRITE))
-def test_a_page_to_rewrite_is_still_above_a_bound(page: str) -> None:
-    assert above(prose.sentences(links.ROOT / page)), "remove it from TO_REWRITE"
 
 
 @pytest.mark.parametrize("kind", prose.MARKERS)
