@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.ranks import Net, experiment, net, run, toy, weights
+from tests.ranks import Net, experiment, mse, net, run, toy, weights
 from workbench import simulate
 from workbench.host.core.gradient_hooks import ModuleHooks, unscale_grads
 from workbench.rank import StrategyError
-from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP, TorchFSDP, ZeRO3
+from workbench.strategies import DDP, LocalSGD, Strategy, TorchDDP, TorchFSDP, Wavelet, ZeRO1, ZeRO3
 
 
 def test_hooks_see_the_gradient_of_the_loss_before_it_was_scaled() -> None:
@@ -155,3 +155,28 @@ def test_a_hook_that_takes_a_gradient_away_is_refused_by_name(strategy: Strategy
     if not strategy.opaque:
         with pytest.raises(StrategyError, match=said):
             simulate(e, real=True)
+
+
+def penalised(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """Adds the gradient of a penalty by a backward of its own."""
+    model.b.weight.square().sum().backward()
+    return mse(model, batch)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("strategy", [DDP(), DDP(accumulate=2), ZeRO1(), ZeRO3(), Wavelet()], ids=str)
+def test_a_loss_that_calls_backward_is_refused_if_ranks_scale_the_loss(strategy: Strategy) -> None:
+    """Its gradients are not scaled: they would count as often as there are ranks."""
+    said = "parameter b.weight: the loss function has called backward"
+    e = experiment(2, 4, task=toy(loss=penalised), strategy=strategy, pace=2.0)
+    with pytest.raises(AssertionError, match=said):
+        run(e)
+    with pytest.raises(StrategyError, match=said):
+        simulate(e, real=True)
+
+
+@pytest.mark.ranks
+def test_a_loss_that_calls_backward_trains_where_no_rank_scales_the_loss() -> None:
+    e = experiment(1, 4, task=toy(loss=penalised), strategy=LocalSGD())
+    before, after = net().b.weight.detach(), run(e)[0].model.b.weight.detach()
+    assert float(after.norm()) < 0.9 * float(before.norm())

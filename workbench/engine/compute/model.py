@@ -16,7 +16,7 @@ from workbench.engine.compute.pass_timer import PassTimer
 from workbench.engine.compute.pipeline import PipelinePerformer
 from workbench.engine.compute.tensor import TensorPerformer
 from workbench.host.core.drive import drive_coroutine
-from workbench.host.core.gradient_hooks import ModuleHooks, unscale_grads
+from workbench.host.core.gradient_hooks import BackwardInLoss, ModuleHooks, unscale_grads
 from workbench.host.placement.canonical_state import clip_gradients, list_optimizer_tensors
 from workbench.host.placement.optimizer_slots import require_steppable, step_shard
 from workbench.host.transfer.momentum import subtract_gradients
@@ -43,6 +43,7 @@ class ModelPerformer:
         self._unsharder, self._memory_account = parts.unsharder, parts.memory_account
         self.curvature = CurvatureEstimator(parts.model, parts.learner.loss, parts.layout)
         self._module_hooks = ModuleHooks(parts.model)
+        self._backward_in_loss = BackwardInLoss(lambda: ((place.name, place.param) for place in self._layout.order))
         self.open_losses: dict[int, Tensor] = {}  # losses without a backward so far, by micro-batch
         self._drawn_batch: Any = None  # the batch of the next forward, if its rows were looked up
 
@@ -59,7 +60,8 @@ class ModelPerformer:
         self._timing.begin_pass("forward", "forward", self._pipeline.share * self._submodel.compute_share("forward"))
         joint = group.run_pass(None) if group else nullcontext()
         with reading.run_pass("forward"), joint, self._module_hooks.wrap_hooks():
-            with explain_errors() if parts.module is not parts.model else nullcontext():
+            explain = explain_errors() if parts.module is not parts.model else nullcontext()
+            with explain, self._backward_in_loss.watch_forward():
                 loss = parts.learner.loss(parts.module, batch)
             if reading.sharded:
                 drive_coroutine(reading.end_forward(), self._perform_in_pass, parts.alone)
@@ -110,6 +112,7 @@ class ModelPerformer:
         loss = self.open_losses.pop(micro, None)
         if loss is None:
             raise StrategyError(explain_missing_forward(micro))
+        self._backward_in_loss.require_scale(grad)
         self._tensor.begin_pass("backward")
         self.curvature.note_backward(grad)
         if parts.fully is not None:

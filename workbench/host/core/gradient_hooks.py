@@ -50,6 +50,37 @@ def unscale_grads(params: Iterable[nn.Parameter], share: float | None) -> Iterat
         _restore_hooks(wrapped_hooks)
 
 
+class BackwardInLoss:
+    """Finds out whether the task's loss function makes gradients itself: these are not scaled as the loss is.
+
+    params: (name, parameter) of each trained parameter, at the time of the call
+    """
+
+    def __init__(self, params: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
+        self._params = params
+        self._name: str | None = None  # a parameter that got a gradient in a forward
+
+    @contextmanager
+    def watch_forward(self) -> Iterator[None]:
+        """Encloses the call of a loss function."""
+        if self._name is not None:
+            yield
+            return
+        with unmaterialized.prevent_fetches():
+            empty = [(name, p) for name, p in self._params() if p.grad is None]
+        yield
+        with unmaterialized.prevent_fetches():
+            self._name = next((name for name, p in empty if p.grad is not None), None)
+
+    def require_scale(self, share: float | None) -> None:
+        """Raises StrategyError if a forward has made gradients, and `share` now scales the loss of its backward."""
+        if self._name is not None and share is not None and float(share) != 1.0:
+            raise StrategyError(
+                f"parameter {self._name}: the loss function has called backward, and this gradient would count "
+                f"{1 / float(share):.3g} times; return the whole loss, and leave the backward to the workbench"
+            )
+
+
 class ModuleHooks:
     """Lets module backward hooks see gradients as if the loss had not been scaled.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from workbench.host.core.gradient_hooks import unscale_grads
+from workbench.host.core.gradient_hooks import BackwardInLoss, unscale_grads
 from workbench.host.passes.stage_module import StageDone, enter_graph
 from workbench.host.placement.stage_cuts import estimate_compute, list_parts, replace_forward, run_parts
 from workbench.rank import StrategyError
@@ -61,6 +61,7 @@ class PiecewisePass:
     def __init__(self, model: nn.Module, learner: Learner) -> None:
         self._model, self._learner = model, learner
         self._risen: dict[int, _OpenBatch] = {}
+        self._backward_in_loss = BackwardInLoss(model.named_parameters)
         self._parts: list[nn.Module] | None = None
 
     @property
@@ -101,7 +102,8 @@ class PiecewisePass:
         if piece and falls:
             x, entry = self._enter_piece(x, piece, of)
         try:
-            made = self._run_piece(risen.batch, x, piece, of)
+            with self._backward_in_loss.watch_forward():
+                made = self._run_piece(risen.batch, x, piece, of)
         except RuntimeError as error:
             if entry is None or _WRITTEN not in text_of(error):
                 raise
@@ -126,6 +128,7 @@ class PiecewisePass:
             raise StrategyError(
                 f"batch {micro} cannot go backward through piece {piece} of {of} now: the last piece comes first"
             )
+        self._backward_in_loss.require_scale(grad)
         edge, entry = risen.graphs.pop()
         seed = torch.full_like(risen.loss, grad) if piece == of - 1 else risen.grad
         if edge is not None and seed is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from workbench.experiment import Experiment
 from workbench.experiment.partition_rules import find_data_shard
-from workbench.host.core.gradient_hooks import ModuleHooks, require_gradient, unscale_grads
+from workbench.host.core.gradient_hooks import BackwardInLoss, ModuleHooks, require_gradient, unscale_grads
 from workbench.host.memory.batches import BatchReader
 from workbench.host.memory.offload import OffloadStore
 from workbench.host.passes.checkpointing import explain_second_gradient
@@ -48,6 +48,7 @@ class RankTensors(ModelPortion):
         self.model = learner.model().train()
         require_own_storage(self.model)
         self._module_hooks = ModuleHooks(self.model)
+        self._backward_in_loss = BackwardInLoss(lambda: ((place.name, place.param) for place in self.layout.order))
         self._lay_out_model(experiment)
         self.curvature = CurvatureEstimator(self.model, learner.loss, self.layout)
         self.optimizer = self.make_optimizer(experiment)
@@ -152,7 +153,7 @@ class RankTensors(ModelPortion):
             looked = self._looked.pop(self._worker, None) if x is None else x
             inputs = self.batches.next_batch() if looked is None else looked
             with self.unsharder.run_pass("forward"), self.forward_context(None), self._module_hooks.wrap_hooks():
-                with self._keep_writes():
+                with self._keep_writes(), self._backward_in_loss.watch_forward():
                     loss = self.learner.loss(self.model, inputs)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise TypeError("the loss must be a scalar tensor with a gradient")
@@ -215,6 +216,7 @@ class RankTensors(ModelPortion):
             raise StrategyError(explain_missing_forward(micro))
         if exchanged and self._worker:
             raise StrategyError("several workers have one set of buckets: await rank.backward() whole, or real=False")
+        self._backward_in_loss.require_scale(grad)
         self.curvature.note_backward(grad)
         with unscale_grads((place.param for place in self.layout.order), grad), self._module_hooks.wrap_hooks(grad):
             self._collect_gradients(partial(_run_loss_backward, loss, grad), exchanged)
