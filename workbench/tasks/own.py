@@ -29,7 +29,7 @@ class Task(TaskBase):
                 batch knob (or `batch`) is set. If it takes `used` too, its examples have an index and an order that
                 depends on the seed alone. It then skips the `used` first examples, as `shuffled(n, rank, ranks, batch,
                 seed, used)` does. So no example comes twice in an epoch, even if ranks die, join or leave
-    loss:       `(model, batch)` -> scalar Tensor
+    loss:       `(model, batch)` -> scalar Tensor; it must not call `backward`
     optimizer:  `(params) -> Optimizer`; it keeps its own learning rates until the knob is set
     evaluate:   `(model)` -> held-out loss, or `{"loss": ..., "accuracy": ...}`. Without it the page shows no held-out
                 loss

@@ -227,8 +227,18 @@ class ParameterLayout:
     def _allocate_gradients(self, index: int) -> None:
         group, bucket = self.groups[index], self.buckets[index]
         bucket.allocate()
-        for place, part in zip(group, bucket.parts, strict=True):
-            place.place_gradient(bucket.data, part)
+        try:
+            for place, part in zip(group, bucket.parts, strict=True):
+                place.place_gradient(bucket.data, part)
+        except RuntimeError:
+            self._require_shapes(index)
+            raise
+
+    def _require_shapes(self, index: int) -> None:
+        """Raises StrategyError if the model has replaced the data of a bucket's parameter by another shape or dtype."""
+        with prevent_fetches():
+            for place, part in zip(self.groups[index], self.buckets[index].parts, strict=True):
+                require_like(part.name, place.param.data, part, self.buckets[index].data)
 
     def _release_gradients(self, index: int) -> None:
         """Frees no storage: autograd may share it, and a stream that still reads it has a reference."""
@@ -248,9 +258,11 @@ class ParameterLayout:
         self.buckets[index].release()
 
     def store_gradient(self, place: ParameterPlace, grad: Tensor) -> None:
-        """Makes `param.grad` the stored tensor."""
+        """Makes `param.grad` the stored tensor. Raises StrategyError if the model has replaced a parameter's shape."""
         if grad.is_sparse:
             grad = grad.to_dense()
+        if grad.numel() != place.numel:
+            self._require_shapes(place.bucket)
         if place.alone:
             place.param.grad = grad = grad.contiguous()
             self.buckets[place.bucket].data = grad.view(-1)
@@ -262,14 +274,18 @@ class ParameterLayout:
             place.param.grad = home
 
     def fill_bucket(self, index: int) -> Bucket:
-        """Copies the small gradients in one call."""
+        """Copies the small gradients in one call. Raises StrategyError if the model has replaced a shape."""
         small = [p for p in self.groups[index] if p.small]
         if small:
             if small[0].grad is None:
                 self._allocate_gradients(index)
             homes = cast(list[Tensor], [p.grad for p in small])
             grads = cast(list[Tensor], [p.param.grad for p in small])
-            torch._foreach_copy_(homes, [g.to_dense() if g.is_sparse else g for g in grads])
+            try:
+                torch._foreach_copy_(homes, [g.to_dense() if g.is_sparse else g for g in grads])
+            except RuntimeError:
+                self._require_shapes(index)
+                raise
             for place in small:
                 place.param.grad = place.grad
         return self.buckets[index]
