@@ -1,21 +1,40 @@
-"""`make pictures`: photographs the dashboard of four training ranks in JupyterLab, with numbers for docs/start/tour.md.
+"""`make pictures`: photographs and films the dashboard of four training ranks in JupyterLab.
 
-Numbers are drawn on the page before the photograph. The theme is light, the window 1440 x 900.
+    python -m tests.pictures [tour cards dashboard film]
+
+Numbers for docs/start/tour.md are drawn on the page before its photograph. The window is 1440 x 900. The dashboard is
+photographed in the light and in the dark theme. The film shows a change of the strategy, its mark and its card; it
+plays `SPEED` times as fast. docs/data/pictures.json has a hash of the files that pictures show, so a test finds stale
+pictures.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import hashlib
+import io
 import json
+import re
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from tests.browser.conftest import FLAGS, Sheet, served
 from tests.chromium import find
 
 ROOT = Path(__file__).parent.parent
-FOLDER = ROOT / "docs" / "start"
+DOCS = ROOT / "docs"
+FOLDER = DOCS / "start"
+HASH = DOCS / "data" / "pictures.json"
+# What a picture shows: scripts, styles, and the order of the views.
+SHOWN = ("widgets/static/*.js", "widgets/static/*.css", "widgets/page/*.py", "widgets/charts/theme.py")
+SECONDS, RATE, SPEED = 15, 5, 3  # a film's length, pictures per second, and how much faster it plays
+FILM_SIZE, COLOURS = (960, 600), 64
 CELL = """from workbench import Lab, recipe
 lab = Lab(ranks=4)
 run = lab.run(recipe("first_run"))
@@ -49,6 +68,42 @@ def notebook() -> str:
     return json.dumps({"cells": [cell], "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5})
 
 
+def hash_shown() -> str:
+    """Returns a hash of the files that the pictures show."""
+    files = sorted(path for pattern in SHOWN for path in ROOT.glob(pattern))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def set_theme(page: Any, name: str) -> None:
+    """Chooses a theme in JupyterLab's menu."""
+    page.locator(".lm-MenuBar-itemLabel", has_text="Settings").click()
+    for item in ("Theme", name):
+        page.locator(".lm-Menu-itemLabel", has_text=re.compile(f"^{item}$")).first.click()
+    page.wait_for_timeout(3000)
+
+
+def film(sheet: Sheet, path: Path) -> None:
+    """Films a change of the strategy from DDP, its mark in the timeline, and the card of its effect."""
+    page, shots = sheet.page, list[Image.Image]()
+    page.locator(".jp-CodeCell").first.evaluate("(e) => e.scrollIntoView({ block: 'start' })")
+    began = time.monotonic()
+    told = {"strategy": SECONDS * SPEED * 0.2, "card": SECONDS * SPEED * 0.75}  # seconds
+    for number in range(SECONDS * RATE):
+        time.sleep(max(0.0, began + number * SPEED / RATE - time.monotonic()))
+        passed = time.monotonic() - began
+        if "strategy" in told and passed >= told["strategy"]:
+            del told["strategy"]
+            sheet.control("strategy").locator("select").select_option(label="LocalSGD")
+        if "card" in told and passed >= told["card"]:
+            del told["card"]
+            page.locator("[data-view=cards]").first.evaluate("(e) => e.scrollIntoView({ block: 'center' })")
+        shot = Image.open(io.BytesIO(page.screenshot(type="png"))).convert("RGB")
+        shots.append(shot.resize(FILM_SIZE, Image.Resampling.LANCZOS))
+    palette = shots[len(shots) // 2].quantize(COLOURS, dither=Image.Dither.NONE)
+    frames = [shot.quantize(palette=palette, dither=Image.Dither.NONE) for shot in shots]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // RATE, loop=0, optimize=True)
+
+
 def prepare(sheet: Sheet) -> None:
     """Trains, and makes one change and its reverse, so that the page has something to show."""
     sheet.open("tour.ipynb")
@@ -65,21 +120,24 @@ def prepare(sheet: Sheet) -> None:
     sheet.state("paused")
 
 
-def photograph(page: Any, name: str, folder: Path) -> None:
-    """Scrolls to the picture's top, numbers the elements and writes the picture."""
-    top, numbered = PICTURES[name]
+def photograph(page: Any, name: str, folder: Path, file: str = "") -> None:
+    """Scrolls to the picture's top, numbers the elements and writes the picture. file: its name, if it is not `name`"""
+    top, numbered = PICTURES.get(name, (".jp-CodeCell", []))
     page.evaluate("document.querySelectorAll('.picture-number').forEach((e) => e.remove())")
     page.locator(top).first.evaluate("(e) => e.scrollIntoView({ block: 'start' })")
     page.wait_for_timeout(3000)
     for number, selector in enumerate(numbered, 1):
         page.evaluate(NUMBER, [selector, str(number)])
-    page.screenshot(path=folder / f"{name}.png")
+    page.screenshot(path=folder / f"{file or name}.png")
 
 
 def main() -> int:
     """Writes the pictures; returns 1 without a Chromium."""
     from playwright.sync_api import sync_playwright
 
+    ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ask.add_argument("names", nargs="*", choices=[*PICTURES, "dashboard", "film"])
+    names = ask.parse_args().names or [*PICTURES, "dashboard", "film"]
     if (chromium := find()) is None:
         print("no Chromium on this machine, so the pictures stay as they are")
         return 1
@@ -87,10 +145,21 @@ def main() -> int:
         (jupyter.folder / "tour.ipynb").write_text(notebook())
         browser = play.chromium.launch(executable_path=chromium, args=FLAGS)
         page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light")
-        prepare(Sheet(page, jupyter))
-        for name in PICTURES:
+        sheet = Sheet(page, jupyter)
+        prepare(sheet)
+        for name in [name for name in names if name in PICTURES]:
             photograph(page, name, FOLDER)
+        for theme, name in {"JupyterLab Light": "dashboard", "JupyterLab Dark": "dashboard-dark"}.items():
+            if "dashboard" in names:
+                set_theme(page, theme)
+                photograph(page, "dashboard", DOCS, name)
+        if "film" in names:
+            set_theme(page, "JupyterLab Light")
+            sheet.button("Resume").click()
+            sheet.state("running")
+            film(sheet, DOCS / "dashboard.gif")
         browser.close()
+    HASH.write_text(json.dumps({"shown": hash_shown(), "date": datetime.date.today().isoformat()}) + "\n")
     return 0
 
 

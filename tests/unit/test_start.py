@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import workbench
 from tests import pictures
@@ -50,6 +52,18 @@ def test_the_tour_shows_the_cell_of_its_picture() -> None:
     assert len(numbers) == len(pictures.PICTURES["tour"][1])
     for name in pictures.PICTURES:
         assert (pictures.FOLDER / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.slow
+def test_the_pictures_show_the_present_dashboard() -> None:
+    """Scripts, styles or the order of views have changed since if this fails; the pictures show what they look like."""
+    assert json.loads(pictures.HASH.read_text())["shown"] == pictures.hash_shown(), "run: make pictures"
+
+
+def test_the_film_is_short_and_small() -> None:
+    film = Image.open(pictures.DOCS / "dashboard.gif")
+    assert film.n_frames * film.info["duration"] <= 15_000 and film.size == pictures.FILM_SIZE
+    assert (pictures.DOCS / "dashboard.gif").stat().st_size < 3_000_000
 
 
 def test_the_loop_of_the_page_trains_without_ranks(capsys: pytest.CaptureFixture[str]) -> None:
