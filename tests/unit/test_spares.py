@@ -53,7 +53,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Engines:
 def kept(engines: Engines, count: int) -> SpareEngines:
     made = SpareEngines(engines, count)  # type: ignore[arg-type]
     made.list_used_ranks = lambda: engines.used
-    made.over.set()  # so that no look waits
+    made.end_event.set()  # so that no look waits
     return made
 
 

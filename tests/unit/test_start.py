@@ -61,8 +61,8 @@ def test_the_pictures_show_the_present_dashboard() -> None:
 
 
 def test_the_film_is_short_and_small() -> None:
-    film = Image.open(pictures.DOCS / "dashboard.gif")
-    assert film.n_frames * film.info["duration"] <= 15_000 and film.size == pictures.FILM_SIZE
+    with Image.open(pictures.DOCS / "dashboard.gif") as film:
+        assert film.n_frames * film.info["duration"] <= 15_000 and film.size == pictures.FILM_SIZE
     assert (pictures.DOCS / "dashboard.gif").stat().st_size < 3_000_000
 
 
