@@ -84,37 +84,41 @@ def set_theme(page: Any, name: str) -> None:
 
 def film(sheet: Sheet, path: Path) -> None:
     """Films a change of the strategy from DDP, its mark in the timeline, and the card of its effect."""
-    page, shots = sheet.page, list[Image.Image]()
+    page, shots, count = sheet.page, list[Image.Image](), SECONDS * RATE
     page.locator(".jp-CodeCell").first.evaluate("(e) => e.scrollIntoView({ block: 'start' })")
     began = time.monotonic()
-    told = {"strategy": SECONDS * SPEED * 0.2, "card": SECONDS * SPEED * 0.75}  # seconds
-    for number in range(SECONDS * RATE):
+    for number in range(count):
         time.sleep(max(0.0, began + number * SPEED / RATE - time.monotonic()))
-        passed = time.monotonic() - began
-        if "strategy" in told and passed >= told["strategy"]:
-            del told["strategy"]
-            sheet.control("strategy").locator("select").select_option(label="LocalSGD")
-        if "card" in told and passed >= told["card"]:
-            del told["card"]
-            page.locator("[data-view=cards]").first.evaluate("(e) => e.scrollIntoView({ block: 'center' })")
+        if number == count // 6:
+            choose_strategy(sheet, "LocalSGD")
+        if number == count * 3 // 4:
+            page.locator("[data-view=cards]").first.evaluate("(e) => e.scrollIntoView({ block: 'end' })")
         shot = Image.open(io.BytesIO(page.screenshot(type="png"))).convert("RGB")
         shots.append(shot.resize(FILM_SIZE, Image.Resampling.LANCZOS))
-    palette = shots[len(shots) // 2].quantize(COLOURS, dither=Image.Dither.NONE)
+    print(f"filmed for {time.monotonic() - began:.0f} s; the pages say {SECONDS * SPEED} s")
+    palette = shots[count // 2].quantize(COLOURS, dither=Image.Dither.NONE)
     frames = [shot.quantize(palette=palette, dither=Image.Dither.NONE) for shot in shots]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // RATE, loop=0, optimize=True)
 
 
-def prepare(sheet: Sheet) -> None:
-    """Trains, and makes one change and its reverse, so that the page has something to show."""
+def choose_strategy(sheet: Sheet, name: str) -> None:
+    """Sets the strategy in the dashboard, and waits until every rank has it."""
+    sheet.control("strategy").locator("select").select_option(label=name)
+    sheet.page.locator(".twb-request[data-state=applied]", has_text=name).first.wait_for()
+
+
+def prepare(sheet: Sheet, filmed: Path | None) -> None:
+    """Trains, and makes one change and its reverse, so that the page has something to show. filmed: a film's file"""
     sheet.open("tour.ipynb")
     sheet.run("Lab(")
     sheet.state("running", timeout=300)
     sheet.past(25, timeout=300)
-    strategy = sheet.control("strategy").locator("select")
-    strategy.select_option(label="LocalSGD")
-    sheet.page.locator(".twb-request[data-state=applied]", has_text="LocalSGD").first.wait_for()
+    if filmed:
+        film(sheet, filmed)
+    else:
+        choose_strategy(sheet, "LocalSGD")
     sheet.past(sheet.step() + 70, timeout=300)
-    strategy.select_option(label="DDP")
+    choose_strategy(sheet, "DDP")
     sheet.past(sheet.step() + 25, timeout=300)
     sheet.button("Pause").click()
     sheet.state("paused")
@@ -146,18 +150,13 @@ def main() -> int:
         browser = play.chromium.launch(executable_path=chromium, args=FLAGS)
         page = browser.new_page(viewport={"width": 1440, "height": 900}, color_scheme="light")
         sheet = Sheet(page, jupyter)
-        prepare(sheet)
+        prepare(sheet, DOCS / "dashboard.gif" if "film" in names else None)
         for name in [name for name in names if name in PICTURES]:
             photograph(page, name, FOLDER)
-        for theme, name in {"JupyterLab Light": "dashboard", "JupyterLab Dark": "dashboard-dark"}.items():
-            if "dashboard" in names:
-                set_theme(page, theme)
-                photograph(page, "dashboard", DOCS, name)
-        if "film" in names:
-            set_theme(page, "JupyterLab Light")
-            sheet.button("Resume").click()
-            sheet.state("running")
-            film(sheet, DOCS / "dashboard.gif")
+        if "dashboard" in names:
+            photograph(page, "dashboard", DOCS)
+            set_theme(page, "JupyterLab Dark")
+            photograph(page, "dashboard", DOCS, "dashboard-dark")
         browser.close()
     HASH.write_text(json.dumps({"shown": hash_shown(), "date": datetime.date.today().isoformat()}) + "\n")
     return 0
