@@ -46,6 +46,7 @@ class Learner:
                 and assigns the following ones to the ranks in turn
     pure:       these functions and the model keep no state between calls except parameters and buffers. So a trace of a
                 step is possible
+    scripted:   a script's own code runs inside of `loss`, and may call `backward` there
     schedule:   `(step)` -> the factor of that step's learning rate; None: 1
     """
 
@@ -59,6 +60,7 @@ class Learner:
     lookups: Callable[[Any], Mapping[str, Tensor]] | None = None
     indexed: bool = False
     pure: bool = False
+    scripted: bool = False
     schedule: Callable[[int], float] | None = None
 
 

@@ -43,7 +43,8 @@ class ModelPerformer:
         self._unsharder, self._memory_account = parts.unsharder, parts.memory_account
         self.curvature = CurvatureEstimator(parts.model, parts.learner.loss, parts.layout)
         self._module_hooks = ModuleHooks(parts.model)
-        self._backward_in_loss = BackwardInLoss(lambda: ((place.name, place.param) for place in self._layout.order))
+        trained = lambda: ((place.name, place.param) for place in self._layout.order)  # noqa: E731
+        self._backward_in_loss = BackwardInLoss(trained, parts.learner.scripted)
         self.open_losses: dict[int, Tensor] = {}  # losses without a backward so far, by micro-batch
         self._drawn_batch: Any = None  # the batch of the next forward, if its rows were looked up
 

@@ -83,7 +83,7 @@ class ScriptLoop(ScriptBatches):
     def make_learner(self) -> Learner:
         """Returns the loop as a task. Each function lets the loop run until it has made the value."""
         return Learner(model=self._run_to_forward, data=lambda *_: itertools.repeat(None), loss=self._run_forward,
-                       optimizer=self._make_optimizer)  # fmt: skip
+                       optimizer=self._make_optimizer, scripted=True)  # fmt: skip
 
     def _make_optimizer(self, params: Iterable[Any], lr: float) -> Any:
         return ScriptOptimizer(self)

@@ -53,17 +53,18 @@ def unscale_grads(params: Iterable[nn.Parameter], share: float | None) -> Iterat
 class BackwardInLoss:
     """Finds out whether the task's loss function makes gradients itself: these are not scaled as the loss is.
 
-    params: (name, parameter) of each trained parameter, at the time of the call
+    params:   returns (name, parameter) of each trained parameter
+    scripted: a script's own backwards run there, which know the scale; nothing is watched
     """
 
-    def __init__(self, params: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
-        self._params = params
+    def __init__(self, params: Callable[[], Iterable[tuple[str, nn.Parameter]]], scripted: bool) -> None:
+        self._params, self._scripted = params, scripted
         self._name: str | None = None  # a parameter that got a gradient in a forward
 
     @contextmanager
     def watch_forward(self) -> Iterator[None]:
         """Encloses the call of a loss function."""
-        if self._name is not None:
+        if self._scripted or self._name is not None:
             yield
             return
         with unmaterialized.prevent_fetches():

@@ -61,7 +61,7 @@ class PiecewisePass:
     def __init__(self, model: nn.Module, learner: Learner) -> None:
         self._model, self._learner = model, learner
         self._risen: dict[int, _OpenBatch] = {}
-        self._backward_in_loss = BackwardInLoss(model.named_parameters)
+        self._backward_in_loss = BackwardInLoss(model.named_parameters, learner.scripted)
         self._parts: list[nn.Module] | None = None
 
     @property

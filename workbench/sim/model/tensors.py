@@ -48,7 +48,8 @@ class RankTensors(ModelPortion):
         self.model = learner.model().train()
         require_own_storage(self.model)
         self._module_hooks = ModuleHooks(self.model)
-        self._backward_in_loss = BackwardInLoss(lambda: ((place.name, place.param) for place in self.layout.order))
+        trained = lambda: ((place.name, place.param) for place in self.layout.order)  # noqa: E731
+        self._backward_in_loss = BackwardInLoss(trained, learner.scripted)
         self._lay_out_model(experiment)
         self.curvature = CurvatureEstimator(self.model, learner.loss, self.layout)
         self.optimizer = self.make_optimizer(experiment)
