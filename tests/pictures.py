@@ -34,7 +34,7 @@ HASH = DOCS / "data" / "pictures.json"
 # What a picture shows: scripts, styles, and the order of the views.
 SHOWN = ("widgets/static/*.js", "widgets/static/*.css", "widgets/page/*.py", "widgets/charts/theme.py")
 SECONDS, RATE, SPEED = 15, 5, 3  # a film's length, pictures per second, and how much faster it plays
-FILM_SIZE, COLOURS = (960, 600), 64
+FILM_SIZE, COLOURS = (960, 600), 128
 CELL = """from workbench import Lab, recipe
 lab = Lab(ranks=4)
 run = lab.run(recipe("first_run"))
@@ -96,7 +96,10 @@ def film(sheet: Sheet, path: Path) -> None:
         shot = Image.open(io.BytesIO(page.screenshot(type="png"))).convert("RGB")
         shots.append(shot.resize(FILM_SIZE, Image.Resampling.LANCZOS))
     print(f"filmed for {time.monotonic() - began:.0f} s; the pages say {SECONDS * SPEED} s")
-    palette = shots[count // 2].quantize(COLOURS, dither=Image.Dither.NONE)
+    sample = Image.new("RGB", (FILM_SIZE[0], 3 * FILM_SIZE[1]))
+    for place, number in enumerate((0, count // 2, count - 1)):
+        sample.paste(shots[number], (0, place * FILM_SIZE[1]))
+    palette = sample.quantize(COLOURS, method=Image.Quantize.MAXCOVERAGE)  # keeps colours of small areas
     frames = [shot.quantize(palette=palette, dither=Image.Dither.NONE) for shot in shots]
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=1000 // RATE, loop=0, optimize=True)
 
@@ -128,6 +131,8 @@ def photograph(page: Any, name: str, folder: Path, file: str = "") -> None:
     """Scrolls to the picture's top, numbers the elements and writes the picture. file: its name, if it is not `name`"""
     top, numbered = PICTURES.get(name, (".jp-CodeCell", []))
     page.evaluate("document.querySelectorAll('.picture-number').forEach((e) => e.remove())")
+    if name != "cards":
+        page.locator("[data-view=straggler]").first.evaluate("(e) => e.scrollIntoView({ block: 'end' })")
     page.locator(top).first.evaluate("(e) => e.scrollIntoView({ block: 'start' })")
     page.wait_for_timeout(3000)
     for number, selector in enumerate(numbered, 1):
