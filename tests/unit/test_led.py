@@ -20,6 +20,7 @@ from tests.ranks import ended, experiment, live, run, shipped
 from tests.scripts import SCRIPTS
 from tests.waiting import until
 from workbench import simulate, steps
+from workbench.engine.script.loop import divide_gradients
 from workbench.experiment import Experiment, user_input
 from workbench.partitions import Pipeline
 from workbench.record.checkpoints import FOLDER, Checkpoint
@@ -91,6 +92,16 @@ def test_a_loop_on_two_ranks_refuses_an_optimizer_of_parameters_outside_of_its_m
     assert run(of(train, steps=3))[0].rank.step == 3
     with pytest.raises(AssertionError, match="an optimizer steps parameters that the model does not have"):
         run(of(train, ranks=2, steps=3))
+
+
+def test_gradients_are_divided_inside_only_also_after_a_backward_that_fails() -> None:
+    p = nn.Parameter(torch.ones(1))
+    with pytest.raises(RuntimeError, match="does not require grad"), divide_gradients([p], 0.5):
+        (3 * p).sum().backward()
+        torch.ones(1).backward()
+    assert p.grad is not None and p.grad.item() == 6
+    (3 * p).sum().backward()
+    assert p.grad.item() == 9
 
 
 def on_two() -> tuple[Callable[[], None], list[nn.Module]]:

@@ -43,6 +43,17 @@ class NoSteps(RuntimeError):
     """A script has wrapped a model and ended without an error, but has trained no step."""
 
 
+@contextmanager
+def divide_gradients(params: Iterable[Tensor], share: float) -> Iterator[None]:
+    """Inside, a backward divides the gradients of these parameters by `share`, which has scaled its loss."""
+    removers = [p.register_hook(lambda grad: grad / share) for p in params if p.requires_grad]
+    try:
+        yield
+    finally:  # a script may catch the error of a backward and go on
+        for remover in removers:
+            remover.remove()
+
+
 class ScriptLoop(ScriptBatches):
     """One rank's loop, used by both threads. See [Note: Hand in hand].
 
@@ -195,18 +206,9 @@ class ScriptLoop(ScriptBatches):
             if p.grad is not None:
                 p.grad.mul_(share)
         self._summed = self.run.host.hooks.is_exchanging or self.run.experiment.strategy.opaque
-        with self._unscale_outside(share):
-            loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
-
-    @contextmanager
-    def _unscale_outside(self, share: float) -> Iterator[None]:
-        """Inside, parameters that the model does not have get gradients as if `share` had not scaled the loss."""
         self._scales = share != 1.0
-        trained = [p for p in self._outside if p.requires_grad and self._scales]
-        removers = [p.register_hook(lambda grad: grad / share) for p in trained]
-        yield
-        for remover in removers:
-            remover.remove()
+        with divide_gradients(self._outside if self._scales else [], share):
+            loss.backward(None if share == 1.0 else torch.full_like(loss, share), **self._loss[2])
 
     def copy_sums(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Copies the summed gradients to which the loop goes on adding before its next update."""
