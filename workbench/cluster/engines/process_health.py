@@ -205,9 +205,9 @@ class ProcessHealth:
         for engine in engines:
             self._end_engine(engine)
             try:
-                self.unregister_engine(engine)
                 self.cluster.place.drop_process(engine.pid)
-            except OSError:  # a lab that closes meanwhile closes its client and removes its folder
+                self.unregister_engine(engine)
+            except OSError:  # a lab that closes meanwhile removes its folder; one that detaches closes only its client
                 if not self.cluster.closed:
                     raise
 
