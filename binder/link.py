@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from urllib.parse import quote
 
-LESSON = "notebooks/00_first_run.ipynb"
+LESSON = "notebooks/01_first_run.ipynb"
 NOWHERE = ("this repository was not cloned from an address that others can read over https: "
            "push it to one, or set it with `git remote set-url origin`")  # fmt: skip
 

@@ -30,70 +30,70 @@ PAGES = [f"notebooks/{path.stem}" for path in sorted((ROOT / "notebooks").glob("
 # recorded one with `Run.open("docs/data/runs/...")`. The page shows this code. With real tensors 100 steps of four
 # ranks take half a minute on one core. With sizes only they take a second, and show no losses.
 RUNS = {
-    "00_first_run": """simulate(recipe("first_run").set("steps", 125), real=True, changes=[
+    "01_first_run": """simulate(recipe("first_run").set("steps", 125), real=True, changes=[
     Change(25, "fabric.link.bandwidth", 100), Change(50, "strategy", LocalSGD(every=4)),
     Change(75, "strategy", DDP()), Change(75, "compressor", ErrorFeedback(of=TopK())),
     Change(100, "compressor", Dense()), Change(100, "fabric.faults", [Slow(rank=2)])])""",
-    "01_reading_a_timeline": """simulate(recipe("slow_link").set("steps", 100), real=True, changes=[
+    "02_reading_a_timeline": """simulate(recipe("slow_link").set("steps", 100), real=True, changes=[
     Change(26, "strategy", LocalSGD()), Change(74, "strategy", DDP()),
     Change(74, "compressor", ErrorFeedback(of=TopK()))])""",
-    "02_one_strategy_two_clocks": """simulate(recipe("first_run").set("ranks", 16).set("steps", 75), changes=[
+    "11_one_strategy_two_clocks": """simulate(recipe("first_run").set("ranks", 16).set("steps", 75), changes=[
     Change(25, "bucket_mb", 10), Change(50, "strategy", LocalSGD())])""",
-    "03_buckets": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=88,
+    "05_buckets": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=88,
     bucket_mb=0.25, fabric=Fabric(link=Link(bandwidth=300, latency=0.2))), changes=[Change(22, "bucket_mb", 8),
     Change(44, "fabric.link", Link(bandwidth=1000, latency=6)), Change(66, "bucket_mb", 0.25)])""",
-    "04_the_slow_one": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    "12_the_slow_one": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
     eval_every=0, steps=125, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1))), changes=[
     Change(25, "fabric.faults", [TransientStraggler(probability=0.1, factor=5)]),
     Change(50, "strategy", BackupWorkers(backup=1)), Change(75, "strategy", DDP()),
     Change(75, "fabric.faults", [Slow(rank=1, factor=3)]), Change(100, "strategy", BackupWorkers(backup=1))])""",
-    "05_talk_less_often": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    "13_talk_less_often": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
     steps=112, eval_every=16, lr=0.012, fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
     Change(32, "strategy", LocalSGD(every=8)), Change(72, "strategy", DiLoCo(every=8))])""",
-    "06_never_wait": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    "14_never_wait": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
     eval_every=0, steps=100, strategy=LocalSGD(every=5), fabric=Fabric(link=Link(bandwidth=14.5))), changes=[
     Change(25, "fabric.link.bandwidth", 1.45), Change(50, "strategy", ShadowMA()),
     Change(75, "fabric.link.bandwidth", 14.5)])""",
-    "07_neighbours_only": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    "15_neighbours_only": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
     steps=100, eval_every=5, lr=0.012, fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
     Change(25, "strategy", Gossip()), Change(50, "strategy", Gossip(graph="exponential")),
     Change(75, "strategy", LowPrecisionDecentralized())])""",
-    "08_send_the_largest": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
+    "16_send_the_largest": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
     changes=[Change(25, "compressor", TopK()), Change(50, "compressor", ErrorFeedback(of=TopK()))])""",
-    "09_send_it_coarsely": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
+    "17_send_it_coarsely": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
     changes=[Change(25, "compressor", QSGD(bits=4)), Change(50, "compressor", ErrorFeedback(of=EFSignSGD()))])""",
-    "10_send_its_shape": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
+    "18_send_its_shape": """simulate(recipe("slow_link").set("measure_every", 4).set("steps", 75), real=True,
     changes=[Change(25, "compressor", PowerSGD()), Change(50, "fabric.link.bandwidth", 1000)])""",
-    "11_rings_trees_sites": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    "19_rings_trees_sites": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
     eval_every=0, steps=110, fabric=Fabric(link=Link(bandwidth=100, latency=5), algorithm=Ring())), changes=[
     Change(22, "fabric.algorithm", HalvingDoubling()), Change(44, "fabric.algorithm", ParameterServer()),
     Change(66, "fabric.algorithm", DoubleTree()),
     Change(88, {"fabric.site": 2, "fabric.between_latency": 20, "fabric.algorithm": Hierarchical()})])""",
-    "12_it_does_not_fit": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=110,
+    "06_it_does_not_fit": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=110,
     fabric=Fabric(link=Link(bandwidth=400, latency=0.5), host=0.2, disk=0.1)), changes=[
     Change(22, "strategy", ZeRO1()), Change(44, "strategy", ZeRO2()), Change(66, "strategy", ZeRO3()),
     Change(88, "partition.checkpoint", "units")])""",
-    "13_in_stages": """simulate(Experiment(task=ByteGPT(layers=8, width=96, heads=4, context=32), batch=32, pace=1600,
+    "07_in_stages": """simulate(Experiment(task=ByteGPT(layers=8, width=96, heads=4, context=32), batch=32, pace=1600,
     eval_every=0, steps=66, partition=Pipeline(stages=4, micros=4, schedule=GPipe())), changes=[
     Change(22, "partition.schedule", OneFOneB()), Change(44, "partition.micros", 8)])""",
-    "14_one_layer_on_two_ranks": """simulate(Experiment(task=ByteGPT(layers=1), ranks=4, batch=8, pace=200,
+    "08_one_layer_on_two_ranks": """simulate(Experiment(task=ByteGPT(layers=1), ranks=4, batch=8, pace=200,
     eval_every=0, steps=30, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1))), changes=[
     Change(10, "partition", Tensor(ways=2)), Change(20, "partition.sequence", True)])""",
-    "17_ranks_you_do_not_own": """simulate(Experiment(task=Digits(width=8, hidden=64, shards="dirichlet", alpha=0.1),
+    "23_ranks_you_do_not_own": """simulate(Experiment(task=Digits(width=8, hidden=64, shards="dirichlet", alpha=0.1),
     lr=0.016, pace=50, eval_every=8, steps=96, strategy=LocalSGD(every=8),
     fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
     Change(48, {"strategy": BoundedStaleness(bound=3), "lr": 0.002})])""",
-    "18_when_one_dies": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=20,
+    "10_when_one_dies": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=20,
     eval_every=0, steps=90, on_death="go on"), changes=[
     Change(30, "fabric.faults", [Crash(rank=2)]), Change(60, "strategy", ZeRO3())])""",
-    "15_large_batches": """simulate(Experiment(task=Digits(width=8, hidden=64), batch=2, optimizer=SGD(), lr=0.025,
+    "21_large_batches": """simulate(Experiment(task=Digits(width=8, hidden=64), batch=2, optimizer=SGD(), lr=0.025,
     lr_scaled=True, lr_base=8, pace=100, eval_every=5, steps=120), real=True, changes=[Change(30, "batch", 4),
     Change(60, {"batch": 16, "clip": 1.0}), Change(90, "strategy", KFAC(damping=0.1, inverses_every=5))])""",
-    "16_who_decides_when": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
+    "22_who_decides_when": """simulate(Experiment(task=ByteGPT(layers=1, width=32, heads=4, context=32), pace=100,
     eval_every=0, steps=150, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1)),
     policy=SyncSwitch(fraction=1.0, straggler="elastic", windows=1, look_every=10)), changes=[
     Change(40, "fabric.faults", [Slow(rank=1, factor=3)]), Change(80, "fabric.faults", [])])""",
-    "19_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
+    "24_your_own": """simulate(recipe("digits").set("pace", 20).set("steps", 75), real=True, changes=[
     Change(25, "strategy", LocalSGD(every=2)), Change(50, "strategy", LocalSGD(every=8))])""",
 }
 STEPS = 150  # in a run of at most so many steps, a reader can hold each step still

@@ -22,7 +22,7 @@ import nbformat
 import psutil
 from nbclient import NotebookClient
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "00_first_run.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "01_first_run.ipynb"
 
 
 class Watch:

@@ -164,7 +164,7 @@ def again(sheet: Sheet) -> None:
 
 
 def test_a_person_starts_changes_stops_and_reloads_a_run(sheet: Sheet) -> None:
-    sheet.open("00_first_run.ipynb")
+    sheet.open("01_first_run.ipynb")
     sheet.run("lab = Lab(ranks=4)")
     sheet.control("strategy").wait_for()
     sheet.button("Start").click()
@@ -186,7 +186,7 @@ def test_a_person_starts_changes_stops_and_reloads_a_run(sheet: Sheet) -> None:
     legible_in_both_themes(sheet)
 
     sheet.save()
-    saved = sheet.jupyter.folder / "00_first_run.ipynb"
+    saved = sheet.jupyter.folder / "01_first_run.ipynb"
     assert "jupyter.widget-view" in saved.read_text() and saved.stat().st_size < 1_000_000
     again(sheet)
     sheet.page.wait_for_timeout(2000)

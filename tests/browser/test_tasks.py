@@ -23,7 +23,7 @@ from workbench.run import Run
 from workbench.strategies import LocalSGD
 
 pytestmark = [pytest.mark.browser, pytest.mark.long, pytest.mark.timeout(900)]
-BOOK = "00_first_run.ipynb"
+BOOK = "01_first_run.ipynb"
 STEPS = 6  # steps in which to measure a task's effect
 MORE = {  # cells after the notebook's own: additions of later lessons, next to its dashboard
     "ask": "from widgets.lesson import Prediction, Riddle\nfrom workbench import recipe\n"

@@ -1,4 +1,4 @@
-"""Runs lesson 05: the cost of eight local steps, and why an outer momentum needs a common start."""
+"""Runs lesson 05: the best bucket size on two links, and the order in which gradients are sent."""
 
 from __future__ import annotations
 
@@ -9,28 +9,25 @@ import pytest
 from tests.lessons import texts
 
 pytestmark = pytest.mark.notebook
-FOUND = {"strategy": "StreamingDiLoCo", "strategy.every": 2, "strategy.fragments": 1, "strategy.outer_lr": 1.0,
-         "strategy.outer_momentum": 0.0}  # fmt: skip
-# The same comparison on a virtual clock, which a busy machine does not disturb.
-VIRTUAL = """[where_time_goes(simulate(start.set("steps", 17).set("strategy", s)), last=16)["exposed"]
- for s in (DDP(), LocalSGD(every=H))]"""
+
+NOTED = """[ddp, scheduled, each, measured, on_near.check({"strategy": "ByteScheduler", "bucket_mb": 0.5}),
+ on_middle.check({"strategy": "ByteScheduler", "bucket_mb": 0.5}), on_middle.check({"strategy": "DDP", "bucket_mb": 2}),
+ on_middle.check({"latency": 0}), repr(worksheet("05"))]"""
 
 
-def test_talking_less_often_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {"guess = Prediction": "guess.choose(much)", "cold = Prediction": "cold.choose(gain)",
-            "warm = Prediction": "warm.choose(far)",
-            "goal.check": f"[goal.check({FOUND}), took, losses, warmed, {VIRTUAL}]"}  # fmt: skip
-    shown = texts("05_talk_less_often.ipynb", tmp_path, monkeypatch, **more)
-    assert any("You predicted: more than 25 per cent higher. The record says: less than 5 per cent" in s for s in shown)
-    assert any("The record says: higher: momentum does harm here" in s for s in shown), shown
-    assert any("The record says: much closer to DDP's" in s for s in shown), shown
-    assert any("Not yet: 12.5 % of the start's bytes per step" in s for s in shown), shown
-    found = next(s for s in shown if "Found: 6.45 % of the start's bytes per step" in s)
-    _, took, losses, warmed, exposed = eval(found)
-    assert exposed[1] < exposed[0] / 2
-    assert set(took) == {"DDP", "LocalSGD", "SlowMo", "BMUF", "DiLoCo", "StreamingDiLoCo"}
-    cold = losses["DiLoCo(every=8)"] / losses["DDP"]
-    assert losses["LocalSGD(every=8)"] / losses["DDP"] < 1.05 < cold
-    assert warmed["DiLoCo"] / warmed["DDP"] - 1 < (cold - 1) / 2 and warmed["LocalSGD"] < warmed["DiLoCo"]
-    bursts = eval(next(s for s in shown if "'most'" in s))
-    assert bursts["StreamingDiLoCo"]["most"] < bursts["DiLoCo"]["most"] / 4
+def test_no_bucket_size_is_best_on_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"guess = Prediction": "guess.choose(answers[0])", "order = Prediction": "order.choose(where[0])",
+            "worksheet(": NOTED}  # fmt: skip
+    shown = texts("05_buckets.ipynb", tmp_path, monkeypatch, **more)
+    assert any("The record says: small on the near one, large on the far one." in text for text in shown), shown
+    assert any("You predicted: on both links. The record says: on the near one only." in text for text in shown), shown
+    ddp, scheduled, each, measured, near, alike, middle, fixed, sheet = eval(shown[-1])
+    assert ddp["near"]["8 MB"] > 1.15 * ddp["near"]["0.25 MB"] and ddp["far"]["0.25 MB"] > 1.5 * ddp["far"]["8 MB"]
+    in_order, as_they_come = (min(scheduled[f"near, {way}"].values()) for way in ("first layers first", "as they come"))
+    assert in_order < 0.95 * as_they_come, "the order alone is worth something"
+    assert min(measured[f"far, {size} MB"]["step"] for size in ("8", "0.25")) > 0, "seen on real ranks as well"
+    assert each["far, accumulate=4"]["ms per batch"] < each["far, accumulate=1"]["ms per batch"]
+    assert sum(text.startswith("Not yet:") for text in shown[:-1]) == 2, "neither is right to begin with"
+    assert near.startswith("Found:") and middle.startswith("Found:"), (near, middle)
+    assert alike.startswith("Not yet:") and "cannot be changed here" in fixed
+    assert sheet.count("; solved") == 2

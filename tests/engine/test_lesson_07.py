@@ -1,33 +1,31 @@
-"""Runs lesson 07: traffic of a ring of four, latency hidden by gossip, the exponential graph's exact mean."""
+"""Runs lesson 07: the bubble matches the formula; 1F1B saves memory, not time; other schedules trade."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.lessons import texts
 
-pytestmark = pytest.mark.notebook
-# The same comparison on a virtual clock, which a busy machine does not disturb.
-VIRTUAL = """[
- where_time_goes(simulate(start.set("steps", 12).set("eval_every", 0).set("strategy", s)), last=8)["exposed"]
- for s in (DDP(), Gossip())]"""
+TRIES = """[exercise.check(schedule="ZeroBubble", micros=16), exercise.check(micros=5), exercise.check(stages=2),
+ gpipe.share, one.share, gpipe.in_flight.tolist(), one.in_flight.tolist()]"""
 
 
-def test_neighbours_only_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tries = 'draw.check(ring_of_8 + " 0-4 1-5 2-6 3-7"), draw.check(ring_of_8 + " 0-4 1-5 2-6 3-7 0-2"), took, losses'
-    more = {"guess = Prediction": "guess.choose(half)", "graph = Prediction": "graph.choose(less_left)",
-            "draw.check": f"{tries}, {VIRTUAL}"}  # fmt: skip
-    shown = texts("07_neighbours_only.ipynb", tmp_path, monkeypatch, **more)
-    assert any("You predicted: half as many bytes. The record says: a third more bytes" in s for s in shown), shown
-    assert any("The record says: on the exponential graph nothing at all" in s for s in shown), shown
-    assert any("Not yet: a gap of 0.195 with 8 pairs" in s for s in shown), shown
-    found, too_many, took, losses, exposed = eval(next(s for s in shown if "Found: a gap of 0.5 with 12 pairs" in s))
-    assert found.startswith("Found") and too_many.startswith("Not yet") and "13 pairs" in too_many
-    assert took["exponential"]["kB sent"] < took["DDP"]["kB sent"] < took["ring"]["kB sent"]
-    assert took["low precision"]["kB sent"] < took["ring"]["kB sent"] / 3
-    assert exposed[1] < exposed[0] / 2, "neighbours are waited for while one computes"
-    slow = eval(next(s for s in shown if "'20 ms'" in s))
-    assert slow["DDP"]["20 ms"] > 3 * slow["ring"]["20 ms"] and slow["ring"]["20 ms"] < 1.1 * slow["ring"]["0.2 ms"]
-    assert all(1 < loss / losses["DDP"] < 1.1 for name, loss in losses.items() if name != "DDP")
+@pytest.mark.notebook
+def test_in_stages_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {"guess = Prediction": "guess.choose(answers[none])", "turn = Prediction": "turn.choose(smaller)",
+            "exercise = Exercise": TRIES}  # fmt: skip
+    shown = texts("07_in_stages.ipynb", tmp_path, monkeypatch, **more)
+    assert any("You predicted: hardly: stages overlap. The record says: about 43%: (p-1) / (m+p" in t for t in shown)
+    assert any("The record says: the memory shrinks: fewer micro-batches in flight." in text for text in shown), shown
+    right, wrong, fixed, gpipe, one, kept, fewer = eval(next(t for t in shown if "stages cannot be set here" in t))
+    assert gpipe > 0.35 and abs(gpipe - one) < 0.1 and (kept, fewer) == ([4, 4, 4, 4], [4, 3, 2, 1])
+    assert right.startswith("Stages are idle for 13 %") and "micros=5" in wrong and "stages cannot" in fixed
+    table = next(text for text in shown if "PipeDream2BW" in text and "kB sent" in text)
+    rows = {line.split()[0]: line for line in table.splitlines()[1:]}
+    idle = {name: int(re.findall(r"(\d+)%", row)[0]) for name, row in rows.items()}
+    assert idle["ZeroBubble"] < idle["Interleaved"] < idle["OneFOneB"] == idle["GPipe"]
+    assert int(rows["Interleaved"].split()[-1]) > 2 * int(rows["OneFOneB"].split()[-1])
+    assert any("4 tries, 0 hints; solved" in text for text in shown)

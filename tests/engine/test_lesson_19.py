@@ -1,4 +1,4 @@
-"""Runs lesson 19: a strategy from a cell on two clocks and under the laws, and a paper's algorithm box."""
+"""Runs lesson 19: the fastest all-reduce by size and by distance between sites."""
 
 from __future__ import annotations
 
@@ -10,44 +10,26 @@ from tests.lessons import texts
 
 pytestmark = pytest.mark.notebook
 
-RIGHT = """
-class Unsaid(Qsparse):
-    async def leave(self, rank, state):
-        for bucket in await rank.params() if state.since else ():
-            x, m = state.memory.flat("x", bucket), state.memory.flat("m", bucket)
-            m.add_(x - bucket.data)
-            sent = top(m, self.density)
-            m.sub_(sent)
-            await rank.all_reduce(sent, "mean", bucket.name)
-            bucket.data.copy_(x.sub_(sent))
-        state.since = 0
 
-class Solved(Unsaid):
-    plain = False
-
-class Forgetful(Solved):
-    async def leave(self, rank, state):
-        for bucket in await rank.params() if state.since else ():
-            state.memory.flat("m", bucket).zero_()
-        await super().leave(rank, state)
-
-class Silent(Solved):
-    own = {"x": "drop", "m": "sum"}
-
-[apart, first.broken, second.broken, [str(change) for change in done],
- *map(exercise.check, (Qsparse, Forgetful, Silent, Unsaid, Solved)), repr(worksheet("19"))]"""
-
-
-def test_a_strategy_from_a_cell_is_right_on_both_clocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {"guess = Prediction": "guess.choose(near)", "broken = Prediction": "broken.choose(answers[0])",
-            "worksheet(": RIGHT}  # fmt: skip
-    shown = texts("19_your_own.ipynb", tmp_path, monkeypatch, **more)
-    assert any("You predicted: near them" in text and "says: the same, but" in text for text in shown), shown
-    assert any("You predicted: none: it trains. The record says: two or more." in text for text in shown), shown
-    apart, first, second, done, plain, forgetful, silent, unsaid, solved, sheet = eval(shown[-1])
-    assert apart < 1e-4 and len(first) >= 2 and second == []
-    assert all("applied at step" in change for change in done), done
-    assert "away from the box's" in plain and "away from the box's" in forgetful
-    assert "`own` has no rule for since" in silent
-    assert "set plain = False" in unsaid
-    assert solved == "The box's parameters, on all ranks. All laws kept." and "; solved" in sheet
+def test_rings_trees_and_sites_show_what_they_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = 'a="HalvingDoubling", b="ParameterServer", c="Ring", d="HalvingDoubling"'
+    more = {"guess = Prediction": "guess.choose(both)", "sites = Prediction": "sites.choose(both_are)",
+            "choose.check": f"[choose.check({right}), took, found, apart, crossings]"}  # fmt: skip
+    shown = texts("19_rings_trees_sites.ipynb", tmp_path, monkeypatch, **more)
+    assert any("You predicted: for both. The record says: for the large one alone" in s for s in shown), shown
+    assert any("You predicted: both. The record says: Hierarchical alone" in s for s in shown), shown
+    assert any("Not the first: a, b, d." in s for s in shown), shown
+    _solved, took, found, apart, crossings = eval(next(s for s in shown if "Right, all four" in s))
+    assert set(took) == {"Native", *found} and all(ms["exposed"] > 0 for ms in took.values())
+    assert found["Ring"]["large"] < 0.7 * min(ms["large"] for name, ms in found.items() if name != "Ring")
+    assert found["HalvingDoubling"]["small"] < 0.8 * found["Ring"]["small"]
+    for ms in apart.values():
+        assert min(ms, key=ms.get) == "Hierarchical"
+        assert sorted(ms, key=ms.get)[1] == ("Ring" if ms is apart["near, large"] else "TwoLevel")
+    assert apart["far, large"]["TwoLevel"] < apart["far, large"]["Ring"]
+    at_20_ms, at_2_ms = crossings[6]
+    assert 5 < at_20_ms / at_2_ms < 20, "ten times the latency, ten times the size"
+    assert all(crossings[7]) and crossings[8] == crossings[16] == [None, None]
+    compressed = eval(next(s for s in shown if "compressed between sites" in s and "whole" in s))
+    assert compressed["compressed between sites"] < compressed["whole"] / 1.5
+    assert compressed["whole"] < compressed["compressed by every rank"]

@@ -33,7 +33,7 @@ before, exercise.check()"""
 
 
 def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    book = execute("00_first_run.ipynb", tmp_path, monkeypatch, **{"Hidden(run)": TWO_WAYS})
+    book = execute("01_first_run.ipynb", tmp_path, monkeypatch, **{"Hidden(run)": TWO_WAYS})
     first = next(c for c in book.cells if c.cell_type == "code")
     assert len(first.source.splitlines()) == 3
     assert "application/vnd.jupyter.widget-view+json" in first.outputs[-2].data
@@ -45,14 +45,14 @@ def test_the_first_run_goes_from_nothing_to_a_recorded_run(tmp_path: Path, monke
     assert any("Found: " in text and "strategy = LocalSGD" in text for text in shown if text), shown
     assert "'state': 'stopped'" in shown[-2] and "'changes': 9" in shown[-2]
     assert "3 tries, 0 hints; solved" in shown[-1]
-    assert (tmp_path / "00_first_run.ipynb").stat().st_size < 1_000_000
+    assert (tmp_path / "01_first_run.ipynb").stat().st_size < 1_000_000
 
 
 def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answers = "[riddle.check(r, 'victim') for r in range(4)], riddle.check(riddle._rank, 'cause'), riddle._rank"
     more = {"guess = Prediction": "guess.choose(hides)", "lab.run(slow)": LATE, "riddle.check": answers,
             "faster = Prediction": "faster.choose(often)"}  # fmt: skip
-    book = execute("01_reading_a_timeline.ipynb", tmp_path, monkeypatch, **more)
+    book = execute("02_reading_a_timeline.ipynb", tmp_path, monkeypatch, **more)
     shown = [text for text in results(book) if text]
     assert any("The record says: much longer: most of the wire's time shows" in text for text in shown), shown
     assert any("the prediction is locked at" in text and "the run has begun" in text for text in shown), shown
@@ -69,7 +69,7 @@ def test_reading_a_timeline_shows_what_it_promises(tmp_path: Path, monkeypatch: 
     assert [rank for rank, said in enumerate(by_rank) if said.startswith("Right, on both counts")] == [slow]
     assert sum("it arrives early" in said for said in by_rank) == 3 and "how can it be the cause?" in as_cause
     assert any("Write down your answers first" in text for text in shown)
-    assert (tmp_path / "01_reading_a_timeline.ipynb").stat().st_size < 1_000_000
+    assert (tmp_path / "02_reading_a_timeline.ipynb").stat().st_size < 1_000_000
 
 
 def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +77,7 @@ def test_one_strategy_two_clocks_shows_what_it_promises(tmp_path: Path, monkeypa
  challenge.check({"ranks": 2}), again.summary()["changes"], run.summary()["changes"]]"""
     more = {"guess = Prediction": "guess.choose(same)", "challenge.check": answers,
             "best = Prediction": "best.choose(answers[0])"}  # fmt: skip
-    book = execute("02_one_strategy_two_clocks.ipynb", tmp_path, monkeypatch, **more)
+    book = execute("11_one_strategy_two_clocks.ipynb", tmp_path, monkeypatch, **more)
     shown = [text for text in results(book) if text]
     assert any("The record says: about twice as long" in text for text in shown), shown
     assert any("in 378 messages: 189 ms of latency per step" in text for text in shown), shown

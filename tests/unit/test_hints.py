@@ -118,4 +118,4 @@ def test_a_missing_answer_is_no_attempt() -> None:
     assert which.check(a=1, b=None) == "Write down your answer first: b is None."
     assert which.check(None) == "Write down your answer first: answer 1 is None."
     assert which.check(a=1, b=2) == "judged"
-    assert "which of the two hints?; 1 try, 0 hints; solved" in repr(worksheet("04"))
+    assert "which of the two hints?; 1 try, 0 hints; solved" in repr(worksheet("12"))

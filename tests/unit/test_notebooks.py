@@ -36,7 +36,7 @@ def test_a_lesson_is_stripped_and_small(name: str) -> None:
     nbformat.validate(book(name))
 
 
-WRITES = {"19_your_own.ipynb": 32}  # a strategy is a class, which cannot be split into cells
+WRITES = {"24_your_own.ipynb": 32}  # a strategy is a class, which cannot be split into cells
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -46,7 +46,7 @@ def test_the_code_of_a_lesson_is_short_and_parses(name: str) -> None:
         assert len(source.splitlines()) <= WRITES.get(name, 12), source
 
 
-WIDE = {"16_who_decides_when.ipynb": 104}  # one line of a check of twelve lines
+WIDE = {"22_who_decides_when.ipynb": 104}  # one line of a check of twelve lines
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -69,7 +69,7 @@ def test_no_number_with_a_unit_is_typed_into_a_lesson(name: str) -> None:
         assert not re.findall(UNITS, re.sub(SETS, "", text)), text
 
 
-@pytest.mark.parametrize("name", ["01_reading_a_timeline.ipynb", "02_one_strategy_two_clocks.ipynb"])
+@pytest.mark.parametrize("name", ["02_reading_a_timeline.ipynb", "11_one_strategy_two_clocks.ipynb"])
 def test_the_answer_is_shown_only_after_a_guess(name: str) -> None:
     sources = code(name)
     asked = next(i for i, s in enumerate(sources) if "guess = Prediction(" in s)
@@ -83,8 +83,8 @@ def test_the_answer_is_shown_only_after_a_guess(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "guess", "answer"),
     [
-        ("01_reading_a_timeline.ipynb", "faster", "where_time_goes(run, last=8)"),
-        ("02_one_strategy_two_clocks.ipynb", "best", '"bucket_mb": size'),
+        ("02_reading_a_timeline.ipynb", "faster", "where_time_goes(run, last=8)"),
+        ("11_one_strategy_two_clocks.ipynb", "best", '"bucket_mb": size'),
     ],
 )
 def test_the_question_of_a_knob_is_asked_before_it_is_set(name: str, guess: str, answer: str) -> None:
@@ -96,11 +96,11 @@ def test_the_question_of_a_knob_is_asked_before_it_is_set(name: str, guess: str,
 
 
 def test_three_lines_lead_from_nothing_to_the_dashboard() -> None:
-    assert code("00_first_run.ipynb")[0].splitlines() == ["from workbench import Lab", "lab = Lab(ranks=4)", "lab"]
+    assert code("01_first_run.ipynb")[0].splitlines() == ["from workbench import Lab", "lab = Lab(ranks=4)", "lab"]
 
 
 def test_a_lesson_asks_before_it_shows() -> None:
-    sources = code("01_reading_a_timeline.ipynb")
+    sources = code("02_reading_a_timeline.ipynb")
     order = [
         next(i for i, s in enumerate(sources) if word in s)
         for word in ("Prediction(", "lab.run", "guess.against", "lab.set", "riddle.check")
@@ -121,7 +121,7 @@ def headings(text: str) -> list[str]:
 def test_a_lesson_has_its_shape_and_ends_with_the_worksheet(name: str) -> None:
     prose = "\n".join(cell.source for cell in book(name).cells if cell.cell_type == "markdown")
     found = [head.partition(":")[0] for head in headings(prose)]
-    asked = SHAPE if name > "01" else SHAPE[-2:]  # the first lesson is a tour of the dashboard
+    asked = SHAPE if name > "02" else SHAPE[-2:]  # the first lesson is a tour of the dashboard
     assert [head for head in found if head in asked] == list(asked)
     title = re.findall(r"^# (.+)$", prose, re.MULTILINE)
     assert len(title) == 1 and code(name)[-1] == f'worksheet("{name[:2]} {title[0]}")'
@@ -140,7 +140,7 @@ def test_an_exercise_has_hints_and_says_how_to_get_them(name: str) -> None:
     assert re.search(r"`\w+\.hint\(\)`", prose)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name > "02"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name > "03"])
 def test_hints_are_hidden_until_requested(name: str) -> None:
     """The notebook asks for hints by its number."""
     told = find_hints(name[:2])

@@ -92,12 +92,12 @@ def test_the_badges_agree_with_the_metadata_and_load_from_no_host() -> None:
 
 def test_binder_opens_the_first_lesson_of_the_cloned_repository() -> None:
     link = runpy.run_path(str(ROOT / "binder" / "link.py"))["link"]
-    lesson = "HEAD?urlpath=lab%2Ftree%2Fnotebooks%2F00_first_run.ipynb"
+    lesson = "HEAD?urlpath=lab%2Ftree%2Fnotebooks%2F01_first_run.ipynb"
     for origin in ("https://github.com/some/where.git", "git@github.com:some/where.git"):
         assert link(origin) == f"https://mybinder.org/v2/gh/some/where/{lesson}"
     elsewhere = "https://mybinder.org/v2/git/https%3A%2F%2Fgit.some.org%2Fa%2Fb"
     assert link("https://me:secret@git.some.org/a/b") == f"{elsewhere}/{lesson}"
-    assert (ROOT / "notebooks" / "00_first_run.ipynb").exists()
+    assert (ROOT / "notebooks" / "01_first_run.ipynb").exists()
     for nowhere in ("", "/home/me/clone", "file:///srv/clone"):
         with pytest.raises(ValueError, match="not cloned from an address"):
             link(nowhere)

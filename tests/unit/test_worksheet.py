@@ -37,7 +37,7 @@ def done() -> sheets.Worksheet:
     half.hint()
     half.check(2)
     half.check(4)
-    return worksheet("05 Talk less often")
+    return worksheet("13 Talk less often")
 
 
 def test_hints_come_one_at_a_time_and_tries_are_counted() -> None:
@@ -60,14 +60,14 @@ def test_the_response_to_an_answer_is_displayed_as_a_sentence_and_is_a_string() 
 def test_a_question_created_again_is_still_one_question() -> None:
     done()
     again = halves()
-    assert "3 tries" in repr(worksheet("05"))
+    assert "3 tries" in repr(worksheet("13"))
     again.check(1)
-    assert repr(worksheet("05")).count("half of four; 4 tries, 1 hint; solved") == 1
+    assert repr(worksheet("13")).count("half of four; 4 tries, 1 hint; solved") == 1
 
 
 def test_one_file_is_handed_in_and_can_be_read_by_the_teacher(tmp_path: Path) -> None:
     said = done().hand_in("Ada <Lovelace>", tmp_path)
-    path = tmp_path / "05_talk_less_often-ada_lovelace.json"
+    path = tmp_path / "13_talk_less_often-ada_lovelace.json"
     assert str(path) in said and path.stat().st_size < 2000
     (tmp_path / "other.json").write_text('["something else"]')
     (tmp_path / "broken.json").write_text("{")
@@ -110,7 +110,7 @@ def test_a_check_may_return_a_numpy_bool(tmp_path: Path) -> None:
     """A stored try becomes JSON in the notebook, and JSON has no NumPy types."""
     exercise = Exercise("more than a half?", lambda x: (np.float64(x) > 0.5, "said"))
     assert exercise.check(0.7) == "said"
-    worksheet("07").hand_in("a", tmp_path)
+    worksheet("15").hand_in("a", tmp_path)
     assert "true" in next(tmp_path.glob("*.json")).read_text()
 
 
@@ -131,7 +131,7 @@ def test_a_goal_is_judged_by_training_with_the_answer() -> None:
     assert said.startswith("Found: 25 % of the start's bytes per step (limit 30 %), "), said
     less, was = goal.runs[-1].summary(), goal.base.summary()
     assert f"{less['held_out'] / was['held_out']:.3f} times its held-out loss" in said
-    assert "4 tries" in repr(worksheet("05"))
+    assert "4 tries" in repr(worksheet("13"))
 
 
 CHANGES = (Change(12, "strategy", "LocalSGD"), Change(13, "strategy.every", 32), Change(60, "strategy", "DDP"),

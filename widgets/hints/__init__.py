@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 def find_hints(hints: Sequence[str] | str) -> tuple[str, ...]:
     """Returns the hints, or those of the lesson with that number. Raises KnobError for an unknown number.
 
-    >>> find_hints(["It is even."]), len(find_hints("05"))
+    >>> find_hints(["It is even."]), len(find_hints("13"))
     (('It is even.',), 4)
     """
     if not isinstance(hints, str):

@@ -1,7 +1,7 @@
 """A student's work in a lesson, in the notebook or a file: predictions, tries and hints.
 
     worksheet("05 Talk less often")                       # the last cell of a lesson
-    worksheet("05 Talk less often").hand_in("Ada")        # 05_talk_less_often-ada.json next to the notebook
+    worksheet("13 Talk less often").hand_in("Ada")        # 13_talk_less_often-ada.json next to the notebook
     handed_in("homework")                                 # the teacher's table, of such files and of notebooks
 
 One kernel serves one lesson. It remembers the work and identifies a question by its text.

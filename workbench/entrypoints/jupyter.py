@@ -16,7 +16,7 @@ import workbench
 from workbench.experiment import user_input
 from workbench.record.run import RunError
 
-FIRST = "00_first_run.ipynb"
+FIRST = "01_first_run.ipynb"
 
 
 def open_lab(port: int, browser: bool) -> NoReturn:
