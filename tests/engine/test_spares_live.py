@@ -31,7 +31,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 def spare(lab: Lab) -> list[int]:
     """Returns the ranks of warm, idle spare engines."""
     kept = lab.cluster.spares
-    return [rank for rank in kept.list_idle() if rank in kept.warm]
+    return [rank for rank in kept.list_idle() if rank in kept.warm_ranks]
 
 
 def loaded(lab: Lab, rank: int) -> list[str]:
@@ -58,3 +58,12 @@ def test_a_spare_engine_is_used_first_and_a_new_one_replaces_it(lab: Lab) -> Non
     assert until(lambda: spare(lab) == [4], BOUND), lab.notes
     lab.stop()
     assert run.wait(BOUND).state == "stopped" and not lab.cluster.spares.trouble
+
+
+def test_a_resize_right_after_the_start_waits_until_the_ranks_train(lab: Lab) -> None:
+    run = lab.run(Experiment(task=Digits(), strategy=DDP(), ranks=2, steps=0, eval_every=0, pace=10.0))
+    before = len(lab.members)
+    assert lab.resize(before - 1).wait(BOUND).applied_at is not None
+    assert len(lab.members) == before - 1
+    lab.stop()
+    assert run.wait(BOUND).state == "stopped"

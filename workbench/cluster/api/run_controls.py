@@ -81,7 +81,7 @@ class RunControls:
         """Changes the number of ranks at one of the next steps. Removes ranks or adds idle engines.
 
         A returning engine gets a new rank number. If too few are idle, the lab starts more on this machine, in some
-        seconds; `Lab(spare=1)` keeps some warm.
+        seconds; `Lab(spare=1)` keeps some warm. While a run starts, the call waits until its ranks train.
 
         ranks:  the new number of ranks
 

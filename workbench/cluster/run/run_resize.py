@@ -14,6 +14,7 @@ from workbench.cluster.processes.uninterruptible import without_interrupts
 from workbench.cluster.run import last_rows
 from workbench.cluster.run.run_changes import PendingChange
 from workbench.cluster.run.run_state import RunState
+from workbench.cluster.run.run_waiting import wait_for_start
 from workbench.cluster.run.session_start import begin_sessions
 from workbench.experiment.user_input import MAX_RANKS
 from workbench.settings import KnobError
@@ -38,6 +39,7 @@ def resize_run(live: RunState, ranks: int) -> PendingChange:
         here = len(live.members)
         raise KnobError(f"ranks={ranks}: the loop of a {name} keeps the {here} ranks that it started with")
     with doing(f"bringing the run to {ranks} rank{'s' * (ranks != 1)}"), live.resize_lock:
+        wait_for_start(live)
         return _make_resize(live, ranks, list(live.members))  # no other request takes these engines
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from workbench.record.run import Run
 
 STOP_TIMEOUT = 60.0  # seconds that a new run waits for the last
+POLL_INTERVAL = 0.05  # seconds
 
 
 def wait_for_stop(live: RunState, patience: float = STOP_TIMEOUT) -> None:
@@ -27,6 +28,12 @@ def wait_for_stop(live: RunState, patience: float = STOP_TIMEOUT) -> None:
                 f"the run {live.run.name} was asked to stop and is not over after {patience:g} s: "
                 f"{live.describe_ranks()}; wait longer with lab.run_now.wait(), or end it at once with lab.abort()"
             )
+
+
+def wait_for_start(live: RunState) -> None:
+    """Waits until the ranks train, or the run is over. The run's own start has a time limit."""
+    while live.state == "starting" and not live.over.wait(POLL_INTERVAL):
+        pass
 
 
 def wait_for_run(live: RunState, timeout: float | None = None) -> Run:
