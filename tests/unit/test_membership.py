@@ -50,7 +50,7 @@ def test_a_place_that_joined_and_died_counts_as_joined_for_all() -> None:
 
 
 def said(member: int, step: int, **more: Any) -> RankReport:
-    rest = {"changes": 0, "trained": True, "asked": [], "done": [], "paused": False, "credit": 0, "settings": {},
+    rest = {"changes": 0, "trained": True, "requests": [], "answers": [], "paused": False, "credit": 0, "settings": {},
             "process": describe_process()}  # fmt: skip
     return RankReport(member, step, **{**rest, **more})
 
@@ -100,7 +100,7 @@ def test_a_silent_rank_is_left_behind_and_learns_of_it(tmp_path: Path) -> None:
 
 def test_requests_to_some_ranks_are_made_by_all_but_never_twice(tmp_path: Path) -> None:
     one, two = {"id": "a", "kind": "change"}, {"id": "b", "kind": "pause"}
-    heard = voted(tmp_path, {0: said(0, 4, asked=[one, two]), 1: said(1, 5, done=["a"], asked=[two])}, 2)
+    heard = voted(tmp_path, {0: said(0, 4, requests=[one, two]), 1: said(1, 5, answers=["a"], requests=[two])}, 2)
     assert heard[0].list_requests() == heard[1].list_requests() == [two]
 
 

@@ -38,7 +38,7 @@ def confirm_formed(session: SessionState) -> None:
         _answer_undone(session, undone)
         if not session.set_up_already.learner.indexed:
             session.mark("data", describe_repeats(NO_INDEX_TEXT))
-        for what in forming.to.asked:
+        for what in forming.to.requests:
             session.inbox.put(what)
     for row in forming.marks:
         session.record.mark(*row)

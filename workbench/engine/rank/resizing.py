@@ -126,7 +126,7 @@ def _make_invitation(session: SessionState, training: RankTraining, to: NextGene
     planned = [change.plain() for change in training.queue.planned if isinstance(change, Change)]
     steps = [change.at_step for change in training.queue.planned if isinstance(change, Change)]
     return {**to._asdict(), "membership": to.membership._asdict(), "experiment": to.experiment.plain(),
-            "turn": session.generation_number, "asked": [], "planned": planned, "steps": steps}  # fmt: skip
+            "turn": session.generation_number, "requests": [], "planned": planned, "steps": steps}  # fmt: skip
 
 
 def await_invitation(session: SessionState) -> NextGeneration:

@@ -129,8 +129,8 @@ def begin_generation(session: SessionState, to: NextGeneration) -> Membership:
         forming.keep_state(before)
         leaving.hand_down_state(before, rank, to)
     salvaged = to.membership.salvaged
-    back = open_former(salvaged.saved) if salvaged and salvaged.saved else None
-    session.enter_generation(forming, rank, back.used if back else to.used)
+    back = open_former(salvaged.checkpoint) if salvaged and salvaged.checkpoint else None
+    session.enter_generation(forming, rank, back.used if back else to.examples_used)
     training = session.make_training(before)
     training.continue_run(to, before, back)
     generation.begin_generation(training)

@@ -266,7 +266,7 @@ class RankTraining(RankComponents):
         self.queue.continue_count(to.changes)
         self.has_begun = True
         self.paused, self.credit = to.paused, to.credit
-        self.known_answers.update(to.done)
+        self.known_answers.update(to.answers)
         if before is not None:
             self.carried = before.take_carried()._replace(former=former)
             self.step_seconds, self.longest_evaluation = before.step_seconds, before.longest_evaluation

@@ -201,6 +201,6 @@ def _allocate_model(run: GenerationView, e: Experiment, step: int) -> None:
 
 
 def _find_boundary(run: GenerationView, salvaged: RecoverySource, place: int) -> Boundary | None:
-    if salvaged.saved or salvaged.steps[place] < 0:
+    if salvaged.checkpoint or salvaged.steps[place] < 0:
         return None
     return next(b for b in run.carried.bounds if b.bound == (salvaged.steps[place], salvaged.changes))

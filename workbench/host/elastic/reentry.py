@@ -31,7 +31,7 @@ class RecoverySource(NamedTuple):
     changes: how many changes had been made then
     sources: groups of new places; each group holds the whole state
     steps:   by new place, the step of its boundary; -1: it holds nothing that counts
-    saved:   the checkpoint to which all ranks go back instead; "": none
+    checkpoint: the checkpoint to which all ranks go back instead; "": none
     """
 
     was: Experiment
@@ -39,7 +39,7 @@ class RecoverySource(NamedTuple):
     size: int
     sources: tuple[tuple[int, ...], ...] = ()
     steps: tuple[int, ...] = ()
-    saved: str = ""
+    checkpoint: str = ""
 
 
 class Membership(NamedTuple):

@@ -43,9 +43,8 @@ class RemainingRank:
 def plan_shrink(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
     """Raises KnobError, and records it, if so few cannot train under these settings."""
     try:
-        return (_plan_from_parts if any(report.parts for report in quorum.by_place.values()) else _plan_from_replicas)(
-            survivor, quorum
-        )
+        in_parts = any(report.holds_part for report in quorum.by_place.values())
+        return (_plan_from_parts if in_parts else _plan_from_replicas)(survivor, quorum)
     except KnobError as error:
         if quorum.furthest_report.member == survivor.member:
             mark_end_reason(survivor.mark, error)
@@ -73,13 +72,13 @@ def _plan_from_replicas(survivor: RemainingRank, quorum: Quorum) -> NextGenerati
         came,
         e,
         first.changes,
-        first.done,
+        first.answers,
         first.paused,
         first.credit,
         quorum.list_requests(),
         processes,
         mark,
-        quorum.used(came.step),
+        quorum.count_examples_used(came.step),
     )
 
 
@@ -92,9 +91,9 @@ def mark_end_reason(mark: Callable[[str, Mapping[str, Json]], None], why: object
 def _plan_from_parts(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
     """Raises KnobError if a piece and a checkpoint are missing."""
     reports, reason = quorum.by_place, ""
-    if any(report.whole for report in reports.values()):
+    if any(report.holds_whole for report in reports.values()):
         return _plan_from_gathered(survivor, quorum)
-    remembers = any(one.remembers for one in reports.values())
+    remembers = any(one.has_optimizer_state for one in reports.values())
     how = (
         "with other ranks' copies of the lost parts" if len(reports) < survivor.size else "with the parts of each rank"
     )
@@ -104,7 +103,7 @@ def _plan_from_parts(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
             key=lambda one: (*one.progress_key, -one.member),
         )
         e = _read_experiment(survivor, quorum, first)
-        there = {place: {bound[0]: find_agreed_step(bound) for bound in one.bounds if bound[1] == changes}
+        there = {place: {bound[0]: find_agreed_step(bound) for bound in one.boundaries if bound[1] == changes}
                  for place, one in reports.items()}  # fmt: skip
         found = recovery_sources.find_sources(e, survivor.size, remembers, there)
         if found is not None:
@@ -113,7 +112,7 @@ def _plan_from_parts(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
                 return _plan_from_pieces(survivor, quorum, first, e, found, at, how)
             except KnobError as error:
                 reason = reason or str(error)
-    common = set.intersection(*(set(one.saved) for one in reports.values()))
+    common = set.intersection(*(set(one.checkpoint_steps) for one in reports.values()))
     e = _read_experiment(survivor, quorum, quorum.furthest_report)
     if not common:
         raise KnobError(explain_missing(e, reason))
@@ -121,7 +120,7 @@ def _plan_from_parts(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
 
 
 def _plan_from_gathered(survivor: RemainingRank, quorum: Quorum) -> NextGeneration:
-    whole = {place: one for place, one in quorum.by_place.items() if one.whole}
+    whole = {place: one for place, one in quorum.by_place.items() if one.holds_whole}
     first = max(whole.values(), key=lambda one: (*one.progress_key, -one.member))
     holders = tuple(sorted(place for place, one in whole.items() if one.progress_key == first.progress_key))
     found = PieceSources(first.step, (holders,), dict.fromkeys(holders, first.step))
@@ -198,7 +197,7 @@ def _plan_from_checkpoint(survivor: RemainingRank, quorum: Quorum, e: Experiment
         everyone,
         everyone,
         step,
-        RecoverySource(e, quorum.furthest_report.changes, survivor.size, saved=survivor.checkpoint_path(step)),
+        RecoverySource(e, quorum.furthest_report.changes, survivor.size, checkpoint=survivor.checkpoint_path(step)),
     )
     undone = quorum.furthest_report.step - step
     text = (
@@ -238,13 +237,13 @@ def _make_generation(
         came,
         to,
         first.changes,
-        first.done,
+        first.answers,
         first.paused,
         first.credit,
         quorum.list_requests(first),
         processes,
         mark,
-        quorum.used(came.step),
+        quorum.count_examples_used(came.step),
     )
 
 

@@ -35,39 +35,40 @@ class RankReport(NamedTuple):
     step:     its next step
     changes:  how many changes it has made or refused
     trained:  whether its model is the run's; else it only served
-    asked:    requests received and not obeyed; done: answers to its latest requests
+    requests: requests received and not obeyed
+    answers:  answers to its latest requests
     paused, credit: whether it makes no steps; how many it makes before it pauses again
     settings: the experiment as plain values
     process:  its host, its pid and when the process began
-    parts:    whether it holds only a part of the state (or did before it went back)
-    bounds:   its boundaries, the newest last: (next step, changes before it, `Boundary.apart`)
-    remembers: whether its optimizer has any state
-    saved:    steps of the run's checkpoints that it sees
-    whole:    whether it holds everything because ranks with parts were assembling
-    used:     at its last boundaries: the next step and examples used up
+    holds_part: whether it holds only a part of the state (or did before it went back)
+    boundaries: its boundaries, the newest last: (next step, changes before it, `Boundary.apart`)
+    has_optimizer_state: whether its optimizer has any state
+    checkpoint_steps: steps of the run's checkpoints that it sees
+    holds_whole: whether it holds everything because ranks with parts were assembling
+    examples_used: at its last boundaries: the next step and the examples used up
     """
 
     member: int
     step: int
     changes: int
     trained: bool
-    asked: list[dict[str, Any]]
-    done: Done
+    requests: list[dict[str, Any]]
+    answers: Done
     paused: bool
     credit: int
     settings: dict[str, Any]
     process: list[Any]
-    parts: bool = False
-    bounds: Sequence[Sequence[int]] = ()
-    remembers: bool = False
-    saved: Sequence[int] = ()
-    whole: bool = False
-    used: Sequence[Sequence[int]] = ()
+    holds_part: bool = False
+    boundaries: Sequence[Sequence[int]] = ()
+    has_optimizer_state: bool = False
+    checkpoint_steps: Sequence[int] = ()
+    holds_whole: bool = False
+    examples_used: Sequence[Sequence[int]] = ()
 
     @property
     def agreed_step(self) -> int | None:
         """See `find_agreed_step`."""
-        return find_agreed_step(self.bounds[-1]) if self.bounds else None
+        return find_agreed_step(self.boundaries[-1]) if self.boundaries else None
 
     @property
     def progress_key(self) -> tuple[int, int]:
@@ -118,36 +119,36 @@ class Quorum(NamedTuple):
             behind=behind,
         )
 
-    def used(self, step: int) -> int:
-        return max((n for said in self.by_place.values() for at, n in said.used if at <= step), default=0)
+    def count_examples_used(self, step: int) -> int:
+        return max((n for said in self.by_place.values() for at, n in said.examples_used if at <= step), default=0)
 
     def list_requests(self, first: RankReport | None = None) -> list[dict[str, Any]]:
         """Lists requests that the deciding rank has not obeyed."""
         found: dict[str, dict[str, Any]] = {}
         for said in self.by_place.values():
-            found |= {what.get("id", ""): what for what in said.asked}
-        return [what for name, what in found.items() if name not in (first or self.furthest_report).done]
+            found |= {what.get("id", ""): what for what in said.requests}
+        return [what for name, what in found.items() if name not in (first or self.furthest_report).answers]
 
 
 class NextGeneration(NamedTuple):
     """How the next generation begins, the same on all its ranks.
 
-    experiment: for these ranks; changes, done, paused, credit: as in RankReport, of the furthest rank
-    asked:      requests not obeyed yet; processes: by place
+    experiment: for these ranks; changes, answers, paused, credit: as in RankReport, of the furthest rank
+    requests:   not obeyed yet; processes: by place
     mark:       its Mark in the record
-    used:       examples used up
+    examples_used: before its first step
     """
 
     membership: Membership
     experiment: Experiment
     changes: int
-    done: Done
+    answers: Done
     paused: bool
     credit: int
-    asked: list[dict[str, Any]]
+    requests: list[dict[str, Any]]
     processes: list[list[Any]]
     mark: dict[str, Any]
-    used: int
+    examples_used: int
 
 
 def describe_loss(gone: Sequence[int]) -> str:

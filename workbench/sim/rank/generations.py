@@ -182,11 +182,11 @@ class Generations:
         if place >= len(came.places):
             return Session(world, place, e, self._made(e, place), None, to)
         was = before.sessions[came.places[place]]
-        path = came.salvaged.saved if came.salvaged is not None else ""
+        path = came.salvaged.checkpoint if came.salvaged is not None else ""
         if not path:
             return Session(world, place, e, was.body, was, to)
         checkpoint = checkpoints.Checkpoint.open(path)
         former = open_images(checkpoint, checkpoints.CheckpointFiles(checkpoint))
-        session = Session(world, place, e, was.body, was, to._replace(used=former.used))
+        session = Session(world, place, e, was.body, was, to._replace(examples_used=former.used))
         session.restore_images(former)
         return session

@@ -110,7 +110,7 @@ class Session(Reconfigurable):
         if world.real:
             usage.take_layout(body.model, body.layout)
         if to is not None:
-            self.restart_data(to.used)
+            self.restart_data(to.examples_used)
             return begin_generation(self)
         self.set_fabric(None, experiment)
         residual.start_compressor(self)
