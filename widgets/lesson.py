@@ -1,4 +1,4 @@
-"""The parts of lessons: predictions, self-checking exercises, a worksheet and `lesson(X)` for a member."""
+"""The parts of lessons: predictions, exercises that check themselves, figures, a worksheet and `lesson(X)`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,19 @@ from widgets.teach.exercises import more_steps as more_steps
 from widgets.teach.exercises import where_time_goes as where_time_goes
 from widgets.teach.fastest import Fastest as Fastest
 from widgets.teach.fastest import what_it_takes as what_it_takes
+from widgets.teach.figures import draw_collective as draw_collective
+from widgets.teach.figures import draw_graph as draw_graph
+from widgets.teach.figures import draw_lines as draw_lines
+from widgets.teach.figures import draw_memory as draw_memory
+from widgets.teach.figures import draw_mesh as draw_mesh
+from widgets.teach.figures import draw_roofline as draw_roofline
+from widgets.teach.figures import draw_schedule as draw_schedule
 from widgets.teach.prediction import Prediction as Prediction
 from widgets.teach.taught import lesson as lesson
 from widgets.teach.worksheet import handed_in as handed_in
 from widgets.teach.worksheet import worksheet as worksheet
 from workbench.entrypoints.step_prediction import predict_step
+from workbench.fabric.messages import list_rounds as list_rounds
 
 priced = predict_step  # as the lessons call it
 

@@ -89,6 +89,10 @@ class DABMD(Strategy):
     def refuses_size(self, size: int) -> str | None:
         return refused(self.edges or self.graph, size)
 
+    def receivers(self, size: int, index: int, number: int = 0) -> tuple[int, ...]:
+        """Returns the ranks that rank `index` of `size` sends to in round `number`."""
+        return mixing_round(self.edges or self.graph, 1.0, size, index, number).to
+
     def refuses_values(self, params: Mapping[str, torch.Tensor]) -> str | None:
         if self.mirror == "euclidean":
             return None

@@ -57,6 +57,10 @@ class Gossip(Strategy):
     def refuses_size(self, size: int) -> str | None:
         return refused(self.edges or self.graph, size)
 
+    def receivers(self, size: int, index: int, number: int = 0) -> tuple[int, ...]:
+        """Returns the ranks that rank `index` of `size` sends to in round `number`."""
+        return mixing_round(self.edges or self.graph, self.mix, size, index, number).to
+
     async def step(self, rank: Rank, state: Any) -> None:
         number, waits = divmod(rank.step, self.every)
         part = mixing_round(self.edges or self.graph, self.mix, rank.size, rank.index, number)

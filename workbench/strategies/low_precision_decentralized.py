@@ -63,6 +63,10 @@ class LowPrecisionDecentralized(Strategy):
     def propagation(self, size: int) -> int:
         return hops("ring", size) * self.every
 
+    def receivers(self, size: int, index: int, number: int = 0) -> tuple[int, ...]:
+        """Returns the ranks that rank `index` of `size` sends to in round `number`."""
+        return mixing_round("ring", 1.0, size, index, number).to
+
     def refuses(self, compressor: Any) -> str | None:
         if compressor.immediate:
             return None

@@ -72,6 +72,10 @@ class StochasticGradientPush(Strategy):
     def refuses_size(self, size: int) -> str | None:
         return push_refused(self.edges or self.graph, size)
 
+    def receivers(self, size: int, index: int, number: int = 0) -> tuple[int, ...]:
+        """Returns the ranks that rank `index` of `size` sends to in round `number`."""
+        return tuple(push_round(self.edges or self.graph, size, index, number).gives)
+
     def init(self, rank: Rank, params: list[Bucket]) -> _State:
         return _State()
 
