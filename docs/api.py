@@ -47,10 +47,16 @@ def parts(doc: str, parameters: dict[str, str]) -> Iterator[str]:
     yield "\n".join(fields)
 
 
+def public_place(name: str) -> int:
+    """Returns the place of the public name in the parts of an address: 1 in `workbench.Lab.pause`."""
+    parts = name.split(".")
+    return next((i for i, part in enumerate(parts) if part in api.HOMES), 1)
+
+
 def owner_of(name: str) -> tuple[type[Any] | None, str]:
     """Returns the public class in which `name` (`workbench.Lab.pause`) is, and the member's name."""
-    _, top, *rest = name.split(".")
-    found = getattr(workbench, top, None)
+    top, *rest = name.split(".")[public_place(name) :]
+    found = api.find(top) if top in api.HOMES else getattr(workbench, top, None)
     return (found, rest[0]) if inspect.isclass(found) and rest else (None, top)
 
 
@@ -60,7 +66,7 @@ def docstring(app: Any, what: str, name: str, thing: Any, options: Any, lines: l
     parameters: dict[str, str] = {}
     doc = "\n".join(lines).strip("\n")
     if what in ("method", "function"):
-        methods = api.public(name.split(".")[1])
+        methods = api.public(name.split(".")[public_place(name)])
         method = next((m for m in methods if m.name == member), None)
         if method is not None:
             doc = api.inherited_doc(owner, method) if owner else method.doc

@@ -35,6 +35,21 @@ PAGES: dict[str, tuple[str, ...]] = {
     "rank": ("Rank", "Bucket", "Memory"),
     "record": ("Timeline", "Span", "Sample", "Mark", "Costs"),
 }  # fmt: skip
+RESULTS = {  # objects that public methods return, on docs/reference/api/results.md, by module
+    "workbench.cluster.run.run_changes": ("PendingChange",),
+    "workbench.record.checkpoint_request": ("PendingCheckpoint",),
+    "workbench.cluster.engines.rank_stacks": ("Stacks",),
+    "workbench.record.run": ("Standing",),
+    "workbench.analysis.resources.memory": ("RankMemory",),
+    "workbench.sim.plan.advice": ("AdviceTable", "Advice", "Suggestion"),
+    "workbench.sim.plan.what_if": ("WhatIf",),
+    "workbench.sim.plan.scaling": ("Scaling", "ScalingRow"),
+    "workbench.sim.plan.planner": ("PlannedPair",),
+    "workbench.sim.plan.balancer": ("BalanceProposal",),
+    "workbench.sim.tune.live_search": ("Tuning",),
+    "workbench.sim.plan.trials": ("Tuned", "Trial"),
+}
+HOMES = {name: module for module, names in RESULTS.items() for name in names}
 ERRORS = {  # on docs/reference/errors.md, by the module from which users import them
     "workbench": ("KnobError", "RunError", "Deadlock"),
     "workbench.lab": ("ClusterError", "RankError"),
@@ -105,9 +120,14 @@ def methods(owner: type[Any]) -> Iterator[Method]:
                 yield Method(name, function, base)
 
 
+def find(name: str) -> Any:
+    """Returns the public class or function, or the class of results, of this name."""
+    return getattr(importlib.import_module(HOMES.get(name, "workbench")), name)
+
+
 def public(name: str) -> list[Method]:
     """Returns the methods of a public class, or the function of this name."""
-    found = getattr(workbench, name)
+    found = find(name)
     return list(methods(found)) if inspect.isclass(found) else [Method(name, found)]
 
 
@@ -164,7 +184,7 @@ def listed(names: str) -> list[str]:
 
 def entry(name: str) -> str:
     """Returns the part of a page on one public name: its summary, its members, and a block for the site."""
-    found = getattr(workbench, name)
+    found = find(name)
     if not inspect.isclass(found):
         return f"## {name}\n\n{prose(first_sentence(inspect.getdoc(found) or ''))}\n\n{directive('function', name)}"
     rows = []
@@ -213,8 +233,8 @@ def outside(found: type[Any]) -> set[str]:
 
 def directive(kind: str, name: str, *options: str) -> str:
     """Returns the block from which the site makes the entry of a name."""
-    found = getattr(workbench, name)
-    lines = [f".. auto{kind}:: workbench.{name}", *(f"   {option}" for option in options)]
+    found = find(name)
+    lines = [f".. auto{kind}:: {HOMES.get(name, 'workbench')}.{name}", *(f"   {option}" for option in options)]
     lines += settings(found) if inspect.isclass(found) else []
     return "\n".join(["```{eval-rst}", *lines, "```"])
 
@@ -289,5 +309,5 @@ def states(doc: str, error: str) -> bool:
 
 def part(name: str) -> str:
     """Returns the generated text of a page."""
-    others = {"members": members, "errors": errors}
+    others = {"members": members, "errors": errors, "results": lambda: "\n\n".join(map(entry, HOMES))}
     return others[name]() if name in others else "\n\n".join(map(entry, PAGES[name]))

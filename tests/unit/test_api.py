@@ -17,6 +17,7 @@ from tests import api, command_line
 from workbench.cli import app
 
 ROOT = Path(__file__).parent.parent.parent
+RESULTS = list(api.HOMES)
 LISTED = [name for names in api.PAGES.values() for name in names]
 ERROR = re.compile(r"(?:Error|Exception|Mismatch|Deadlock|RankRefusal)$")
 TINY = """
@@ -42,7 +43,7 @@ def test_other_projects_can_link_to_public_methods(tmp_path: Path) -> None:
     inventory = pytest.importorskip("sphinx.util.inventory")
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages" / "conf.py").write_text(TINY.format(root=str(ROOT)))
-    for name in ("lab", "functions"):
+    for name in ("lab", "functions", "results"):
         (tmp_path / "pages" / f"{name}.md").write_text((ROOT / "docs/reference/api" / f"{name}.md").read_text())
     build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", str(tmp_path / "pages"), str(tmp_path / "out")]
     ran = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -53,16 +54,17 @@ def test_other_projects_can_link_to_public_methods(tmp_path: Path) -> None:
     assert {"workbench.Lab.run", "workbench.Lab.set", "workbench.Lab.attach"} <= set(found["py:method"])
     assert {f"workbench.{name}" for name in api.PAGES["functions"]} == set(found["py:function"])
     assert "workbench.Lab.state" in found["py:property"]
+    assert "workbench.cluster.run.run_changes.PendingChange.wait" in found["py:method"]
 
 
-METHODS = [(name, method) for name in LISTED for method in api.public(name)]
+METHODS = [(name, method) for name in [*LISTED, *RESULTS] for method in api.public(name)]
 
 
 @pytest.mark.parametrize(("name", "method"), METHODS, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_a_docstring_describes_each_parameter_and_each_error(name: str, method: api.Method) -> None:
-    owner = getattr(workbench, name)
+    owner = api.find(name)
     assert not api.lacks(owner if inspect.isclass(owner) else None, method)
-    page = next(page for page, names in api.PAGES.items() if name in names)
+    page = next((page for page, names in api.PAGES.items() if name in names), "results")
     text = (ROOT / "docs" / "reference" / "api" / f"{page}.md").read_text()
     entry = re.search(rf"^## {name}\n.*?(?=^## |\Z)", text, re.S | re.M)
     assert entry and (not inspect.isclass(owner) or f"| `{method.name}" in entry[0])
@@ -71,6 +73,25 @@ def test_a_docstring_describes_each_parameter_and_each_error(name: str, method: 
 @pytest.mark.parametrize("name", [name for name in LISTED if inspect.isclass(getattr(workbench, name))])
 def test_a_class_describes_each_parameter_of_its_constructor(name: str) -> None:
     assert not api.undescribed(getattr(workbench, name))
+
+
+def test_each_object_that_a_public_method_returns_has_an_entry() -> None:
+    own = re.compile(r"\b[A-Z]\w+\b")
+    results = {"Lab", "Run", "Checkpoint", *api.PAGES["functions"], *RESULTS} - {
+        "log_to"
+    }  # a Sink is a user's function
+    asked = [m for name, m in METHODS if name in results]
+    returned = {name for m in asked for name in own.findall(str(inspect.signature(m.function).return_annotation))}
+    found = {c.__name__ for module in list(sys.modules.values()) if module.__name__.startswith("workbench.")
+             for c in vars(module).values() if inspect.isclass(c) and c.__module__.startswith("workbench")}  # fmt: skip
+    entries = {*workbench.__all__, *api.HOMES, *(name for names in api.ERRORS.values() for name in names)}
+    assert {"PendingChange", "Scaling", "Stacks"} <= returned & found
+    assert not (returned & found) - entries
+
+
+@pytest.mark.parametrize("name", [name for name in RESULTS if hasattr(api.find(name), "_fields")])
+def test_a_result_describes_each_of_its_fields(name: str) -> None:
+    assert not api.undescribed(api.find(name))
 
 
 def test_a_missing_description_is_found() -> None:

@@ -51,14 +51,21 @@ class PendingCheckpoint:
     def wait(self, timeout: float = 60.0) -> Path:
         """Returns the complete checkpoint's directory.
 
-        Raises RunError if it cannot be made or the run ends first, and TimeoutError after `timeout` seconds.
+        timeout:  seconds
+
+        Raises RunError if it cannot be made or the run ends first. Raises TimeoutError if it is not complete in time.
         """
         if path := self.found(timeout):
             return path
         raise RunError(f"{self._run.name} is {self._run.state}: it ended before a checkpoint was made")
 
     def found(self, timeout: float) -> Path | None:
-        """Does `wait`, but returns None if the run ends first."""
+        """Does `wait`, but returns None if the run ends first.
+
+        timeout:  seconds
+
+        Raises RunError if it cannot be made. Raises TimeoutError if it is not complete in time.
+        """
         run, until = self._run, time.monotonic() + timeout
         while True:
             over = not run.live

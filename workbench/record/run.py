@@ -31,7 +31,13 @@ hearers: list[Callable[[Any], Any]] = []  # called with every run that a lab or 
 
 
 class Standing(NamedTuple):
-    """A live rank's operation, its duration and whether only other ranks can end it."""
+    """The present operation of a live rank.
+
+    rank, step: its number, and its present step
+    op:         the operation, such as "backward" or "all_reduce"
+    waits:      whether only other ranks can end it
+    seconds:    since it began
+    """
 
     rank: int
     step: int

@@ -18,6 +18,7 @@ AWAY = ("on host", "on disk")
 class RankMemory(NamedTuple):
     """One rank's memory in some steps, in bytes.
 
+    rank:           its number
     most:           maxima by category, at different times. Memory of no category, such as gradients between 2 layers or
                     data of a hand-over, is "in passing"
     peak:           maximum of the sum: between the largest category and the total of `most`

@@ -39,7 +39,12 @@ class PendingChange:
             self._answered.set()
 
     def wait(self, timeout: float | None = None) -> PendingChange:
-        """Raises KnobError for a refusal, TimeoutError without an answer."""
+        """Waits until the ranks have applied the change, and returns this object.
+
+        timeout:  seconds; None waits as long as it takes
+
+        Raises KnobError if the ranks refuse it. Raises TimeoutError if they do not answer in time.
+        """
         if not self._answered.wait(timeout):
             raise TimeoutError(f"{self.path}={self.value}: no answer within {timeout:g} s; {self.describe_ranks()}")
         if self.refused:
@@ -48,11 +53,17 @@ class PendingChange:
 
     @property
     def request(self) -> dict[str, Any]:
+        """The message that asks the ranks."""
         if self.members:
             return {"kind": "resize", "members": list(self.members), "id": self.id}
         return {"kind": "change", **self.change.plain()}
 
     def answer(self, applied_at: int | None = None, refused: str | None = None) -> None:
+        """Notes the ranks' answer, once. The lab calls it.
+
+        applied_at:  the first step with the change
+        refused:     why it will never be applied
+        """
         if not self._answered.is_set():
             self.applied_at, self.refused = applied_at, refused
             self.seconds = time.time() - self.requested_at

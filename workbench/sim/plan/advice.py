@@ -50,6 +50,7 @@ WHERE_TO_LOOK |= dict.fromkeys(
 class Suggestion(NamedTuple):
     """Settings to try, with the simulator's prediction.
 
+    settings: their values by path
     faster: share by which the simulated time per example falls
     error:  simulation error for the present settings, as a share of the measured time
     learns: whether the model may learn otherwise, so that the loss needs watching
@@ -68,7 +69,15 @@ class Suggestion(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """A cause from `workbench.analysis.stragglers.causes`, with suggestions."""
+    """A cause from `workbench.analysis.stragglers.causes`, with suggestions.
+
+    cause:       its name, such as "exposed communication"
+    ranks:       the ranks that it concerns; (): all
+    seconds:     its cost per step
+    share:       its cost as a share of the step
+    text:        what was measured, in words
+    suggestions: settings against it, the best first
+    """
 
     cause: str
     ranks: tuple[int, ...]
@@ -79,12 +88,13 @@ class Advice(NamedTuple):
 
     @property
     def next(self) -> str:
-        """Empty if no next thing to try is known."""
+        """The next things to try, in words; empty if none is known."""
         look = WHERE_TO_LOOK[self.cause] if self.ranks or self.cause in ("input", "outside") else ""
         return "; or ".join(filter(None, (*map(str, self.suggestions), look)))
 
     @property
     def cells(self) -> tuple[str, ...]:
+        """The row of the table as text."""
         who = join_names(tuple(map(str, self.ranks))) if self.ranks else "all"
         return self.cause, who, format_seconds(self.seconds), _format_percent(self.share), self.text, self.next
 
@@ -105,7 +115,12 @@ class AdviceTable(list[Advice]):
         self.unjudged = unjudged
 
     def note_failures(self, reasons: Iterable[str], causes: Iterable[str], everywhere: bool) -> None:
-        """reasons: why no setting could be simulated. everywhere: whether this holds for all causes"""
+        """Notes for which causes no setting could be simulated. `advise_run` calls it.
+
+        reasons:    why no setting could be simulated
+        causes:     the causes that lack suggestions
+        everywhere: whether this holds for all causes
+        """
         self.unsimulated = "; ".join(dict.fromkeys(reasons))
         self.causes = () if everywhere else tuple(dict.fromkeys(causes))
 

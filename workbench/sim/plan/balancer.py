@@ -49,7 +49,8 @@ class BalanceProposal(NamedTuple):
     """The proposal of `balance`.
 
     partition: has the new cuts: `lab.set("partition", found.partition)` applies it live
-    best:      its prediction; even: the prediction for cuts by numbers of parameters (None: impossible)
+    best:      its prediction
+    even:      the prediction for cuts by numbers of parameters (None: impossible)
     units:     times of each part for one micro-batch
     costs:     the same times for `simulate` and `plan`, per batch of a replica
     exact:     whether all cuts were compared; several pieces per stage may allow too many
@@ -64,6 +65,7 @@ class BalanceProposal(NamedTuple):
 
     @property
     def cuts(self) -> tuple[int, ...]:
+        """The indices of the parts at which pieces begin."""
         return self.best.cuts
 
     @property

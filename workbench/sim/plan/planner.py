@@ -33,7 +33,10 @@ UNTYPICAL_STEPS, MIN_STEPS = 3, 2  # first steps; measured steps, at least
 class PlannedPair(NamedTuple):
     """A pair with its prediction for one global batch.
 
-    step_s: seconds per step; peak: bytes on the fullest device; sent: bytes per rank and step
+    strategy, partition: the pair
+    step_s: seconds per step
+    peak:   bytes on the fullest device
+    sent:   bytes per rank and step
     away:   bytes that a rank keeps on its host or disk
     """
 

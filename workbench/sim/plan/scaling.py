@@ -25,9 +25,14 @@ COLUMNS = ("ranks", "step", "computing", "sent per rank and step", "")
 
 
 class ScalingRow(NamedTuple):
-    """A number of ranks: seconds per step, share of compute, bytes sent per rank and step.
+    """The prediction for a number of ranks.
 
-    refused: why it was not simulated, or ""
+    ranks:      their number
+    seconds:    per step
+    computing:  share of the step in which a rank computes
+    sent:       bytes per rank and step
+    experiment: its settings; None if it was not simulated
+    refused:    why it was not simulated, or ""
     """
 
     ranks: int
@@ -39,6 +44,7 @@ class ScalingRow(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, ...]:
+        """The row of the table as text."""
         if self.refused:
             return f"{self.ranks:,}", "", "", "", self.refused
         sent = analysis.format_bytes(self.sent)

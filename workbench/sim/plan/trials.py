@@ -53,7 +53,7 @@ class Trial:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """A table row by COLUMNS, without the trial's number."""
+        """The row of the table as text, without the trial's number."""
         took = "" if self.seconds is None else format_seconds(self.seconds)
         if self.seconds is not None and self.high > self.low:
             took += f" ± {format_seconds((self.high - self.low) / 2)}"
@@ -76,6 +76,7 @@ class Tuned:
 
     @property
     def steps(self) -> int:
+        """Steps that all trials took together."""
         return sum(trial.steps for trial in self.trials)
 
     def __repr__(self) -> str:

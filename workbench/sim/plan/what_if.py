@@ -32,6 +32,9 @@ UNTYPICAL_STEPS = 2  # after a change or at the beginning
 class WhatIf(NamedTuple):
     """Mean seconds per step: measured, simulated with the same settings and with other settings.
 
+    measured:    in the run
+    same:        simulated with the run's settings
+    other:       simulated with the other settings
     experiment, run, sent: of the other settings; run: simulated; sent: bytes per step and rank
     assumptions: sentences about the simulation
     """

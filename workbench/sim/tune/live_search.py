@@ -86,6 +86,7 @@ class Tuning:
         self._error: BaseException | None = None
 
     def start(self) -> Tuning:
+        """Begins the search on its own thread. `lab.tune` calls it."""
         threading.Thread(target=self._run_search, name="tuner", daemon=True).start()
         return self
 
@@ -93,6 +94,7 @@ class Tuning:
 
     @property
     def live(self) -> bool:
+        """Whether the search is under way."""
         return not self._over.is_set()
 
     @property
@@ -108,6 +110,7 @@ class Tuning:
         self._paused.set()
 
     def resume(self) -> None:
+        """Lets a paused search try its next settings."""
         self._paused.clear()
 
     def stop(self) -> None:
@@ -115,7 +118,12 @@ class Tuning:
         self._stopped.set()
 
     def use(self, number: int) -> None:
-        """Applies the settings of trial `number` (from 1) and ends the search. Raises KnobError if there is none."""
+        """Applies the settings of a trial and ends the search.
+
+        number:  the trial's, from 1
+
+        Raises KnobError if there is no such trial.
+        """
         if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= len(self.trials):
             raise KnobError(f"number={short(number)}: must be a trial's number, from 1 to {len(self.trials)}")
         self._used = self.trials[number - 1]
@@ -124,9 +132,11 @@ class Tuning:
         self._stopped.set()
 
     def wait(self, timeout: float | None = None) -> Tuned:
-        """Waits for the result. Raises the search's error, or TimeoutError.
+        """Waits for the result. An interrupt ends the search and restores the earlier settings.
 
-        An interrupt ends the search and restores the earlier settings.
+        timeout:  seconds; None waits as long as it takes
+
+        Raises the search's error if it failed. Raises TimeoutError if the search is not over in time.
         """
         try:
             if not self._over.wait(timeout):
