@@ -99,7 +99,7 @@ def test_survivors_go_on_without_rank_0_and_the_next_run_gets_new_engines(lab: L
     second = kill(lab, 2)
     assert second.on is not None and "ranks 1, 3 went on" in second.said
     lab.pause()
-    until(lambda: lab.state == "paused")
+    assert until(lambda: lab.state == "paused")
     lab.resume()
     lab.stop()
     run.wait(60)

@@ -47,13 +47,13 @@ def test_a_policy_from_a_cell_is_set_live_named_overruled_and_disabled_after_an_
     e: Experiment = recipe("digits").set("ranks", 2).set("lr", 0.0016).set("eval_every", 0).set("pace", 20.0)
     run = lab.run(e)
     lab.set("policy", Lowering(look_every=50)).wait(60)  # slow enough for a person to intervene before it fails
-    until(lambda: any(c.change.by for c in lab.changes))
+    assert until(lambda: any(c.change.by for c in lab.changes))
     mine = lab.set("lr", 0.001).wait(60)
-    until(lambda: any("leaves lr alone" in note for note in lab.notes))
+    assert until(lambda: any("does not change lr" in note for note in lab.notes))
     assert lab.experiment.lr == 0.001
     lab.set("policy", Lowering(look_every=5)).wait(60)
-    until(lambda: any("is paused" in note for note in lab.notes))
-    until(lambda: lab.experiment.policy.paused)
+    assert until(lambda: any("is paused" in note for note in lab.notes))
+    assert until(lambda: lab.experiment.policy.paused)
     lab.stop()
     run.wait(60)
     assert mine.change.by == ""
