@@ -9,7 +9,7 @@ SOURCES := pyproject.toml constraints.txt setup.sh Makefile
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
 	@echo "make demo   the same without a browser: train, switch, compare; writes demo.html"
-	@echo "make test   run the tests (at most 20 minutes on two quiet cores)"
+	@echo "make test   run the tests (at most 15 minutes on two quiet cores)"
 	@echo "make test-long  the others: more of each family, real networks, fresh environments (EVERY=1: every case and pair)"
 	@echo "make test-gpu  run what wants GPUs; writes docs/project/gpu.md"
 	@echo "make bench  measure; writes docs/project/benchmarks.md"

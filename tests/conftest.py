@@ -17,9 +17,10 @@ LIMITS = {"slow": 900, "long": 900, "every": 900, "browser": 900, "notebook": 90
 # Of a test's cases on real ranks, `make test` runs one in ONE_IN, and at least one. Of the remaining cases, `make
 # test-long` and CI run one in ONE_LATER; EVERY=1 runs all.
 ONE_IN, ONE_LATER = 8, 64
-# Of the tests that take seconds each, `make test` runs one in ONE_OF. Of the remaining tests, `make test-long` and CI
-# run 80 % with engines or a browser, 20 % with ranks on threads, and all lessons. EVERY=1 runs all.
-ONE_OF = 6
+# Of the tests that take seconds each, `make test` runs one in ONE_OF, and of the lessons one in ONE_LESSON_OF. Of the
+# remaining tests, `make test-long` and CI run 80 % with engines or a browser, 20 % with ranks on threads, and all
+# lessons. EVERY=1 runs all.
+ONE_OF, ONE_LESSON_OF = 6, 12
 LATER = {**dict.fromkeys(("engine", "browser", "notebook"), pytest.mark.slow), "ranks": pytest.mark.long}
 REST = {"engine": {5}, "browser": {5}, "notebook": set[int](), "ranks": {1, 3, 4, 5}}  # of the numbers 1 to 5
 
@@ -49,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def put_off(item: pytest.Item) -> pytest.MarkDecorator | None:
     """Returns the mark that leaves this test to `make test-long` or EVERY=1, if any. Its name decides."""
     marks = [mark for mark in LIMITS if item.get_closest_marker(mark)]
-    number = crc32(item.nodeid.partition("[")[0].encode()) % ONE_OF
+    number = crc32(item.nodeid.partition("[")[0].encode()) % (ONE_LESSON_OF if "notebook" in marks else ONE_OF)
     if not marks or set(marks) - set(LATER) or not number:
         return None
     if all(number in REST[mark] for mark in marks):

@@ -153,7 +153,7 @@ def walk(n: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("strategy",), thinned([(DDP(),), (SlowMo(every=2),)], of=0), ids=str)
+@pytest.mark.parametrize(("strategy",), thinned([(DDP(),), (SlowMo(every=2),)], of=0, long=3), ids=str)
 def test_every_ordered_pair_with_sequence_parallelism(strategy: Strategy) -> None:
     """Sequence parallelism needs positions, which the model of the other walks lacks."""
     ways = [Whole(), Tensor(), Tensor(sequence=True), Tensor(ways=4, sequence=True), Pipeline(micros=2),

@@ -15,10 +15,11 @@ from tests.network import Network, why_not
 pytestmark = pytest.mark.netns
 
 
-@pytest.mark.parametrize("seconds", [2, 45], ids="{} s".format)  # 45 s: longer than common timeouts
+@pytest.mark.parametrize("seconds", [pytest.param(2, marks=pytest.mark.every), 45], ids="{} s".format)
 def test_a_run_waits_for_a_cut_off_machine_or_goes_on_and_takes_it_back_without_a_restart(
     seconds: int, tmp_path: Path
 ) -> None:
+    """45 s is longer than common timeouts."""
     if reason := why_not():
         pytest.skip(reason)
     env = {**os.environ, "WORKBENCH_RUNTIME_DIR": str(tmp_path / "runtime"), "XDG_DATA_HOME": str(tmp_path / "data")}

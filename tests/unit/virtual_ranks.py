@@ -38,15 +38,18 @@ class VirtualRanks:
         self.now = 29
         self.on_step: Callable[[int], None] = lambda step: None
         self.lost: list[tuple[int, float, dict[str, Any]]] = []
-        self._segments: list[tuple[int, Rows]] = []
+        self._segments: list[tuple[int, Experiment]] = []
+        self._made: dict[int, Rows] = {}
         self._experiments = [(0, e)]
-        self._simulate(0)
+        self._segments.append((0, e))
 
-    def _simulate(self, first: int) -> None:
-        e = replace(self.experiment, steps=AHEAD, seed=first)
-        spans = simulate(e, costs=self.costs).timeline.spans.rows()
-        spans = spans[spans.equal("lane", "step") & (spans.rank == 0)]
-        self._segments.append((first, spans.replaced(step=spans.step + first)))
+    def _simulated(self, first: int, e: Experiment) -> Rows:
+        """Returns rank 0's steps from `first` on. Several changes before one step cost a single simulation."""
+        if first not in self._made:
+            spans = simulate(replace(e, steps=AHEAD, seed=first), costs=self.costs).timeline.spans.rows()
+            spans = spans[spans.equal("lane", "step") & (spans.rank == 0)]
+            self._made[first] = spans.replaced(step=spans.step + first)
+        return self._made[first]
 
     @property
     def live(self) -> bool:
@@ -58,8 +61,10 @@ class VirtualRanks:
     @property
     def run_now(self) -> Any:
         parts = []
-        for (first, rows), stop in zip(self._segments, [s for s, _ in self._segments[1:]] + [10**9], strict=True):
-            parts.append(rows[(rows.step >= first) & (rows.step < min(stop, self.now + 1))])
+        for (first, e), stop in zip(self._segments, [s for s, _ in self._segments[1:]] + [10**9], strict=True):
+            if first < min(stop, self.now + 1):
+                rows = self._simulated(first, e)
+                parts.append(rows[(rows.step >= first) & (rows.step < min(stop, self.now + 1))])
         spans = Rows({name: np.concatenate([getattr(p, name) for p in parts]) for name in ("rank", "step", "t0", "t1")}
                      | {"lane": np.concatenate([np.full(len(p), "step", object) for p in parts])})  # fmt: skip
         steps = np.arange(self.now + 1 if self.loss else 0)
@@ -82,7 +87,7 @@ class VirtualRanks:
         else:
             self.experiment, change.applied_at = wanted, self.now + 1
             self._experiments.append((self.now + 1, wanted))
-            self._simulate(self.now + 1)
+            self._segments.append((self.now + 1, wanted))
         change.wait = lambda seconds: self._answer(change)
         return change
 
