@@ -37,6 +37,9 @@ RUNS = {
     "02_reading_a_timeline": """simulate(recipe("slow_link").set("steps", 100), real=True, changes=[
     Change(26, "strategy", LocalSGD()), Change(74, "strategy", DDP()),
     Change(74, "compressor", ErrorFeedback(of=TopK()))])""",
+    "04_roofline": """simulate(Experiment(task=ByteGPT(), batch=2, pace=11, eval_every=0, steps=75,
+    fabric=Fabric(link=Link(bandwidth=1000, latency=0))), changes=[Change(25, {"batch": 8, "pace": 43}),
+    Change(50, {"batch": 32, "pace": 171})])""",
     "11_one_strategy_two_clocks": """simulate(recipe("first_run").set("ranks", 16).set("steps", 75), changes=[
     Change(25, "bucket_mb", 10), Change(50, "strategy", LocalSGD())])""",
     "05_buckets": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=88,
