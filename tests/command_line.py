@@ -66,8 +66,10 @@ class Parameter:
 
 
 def commands() -> dict[str, Callable[..., Any]]:
-    """Returns the functions of the commands by name, in the order of the source."""
-    return {c.name or c.callback.__name__: c.callback for c in app.registered_commands if c.callback}
+    """Returns the functions of the commands by name, in the order of the source. Those of groups come last."""
+    groups = [("", app), *((f"{group.name} ", group.typer_instance) for group in app.registered_groups)]
+    found = [(prefix, c) for prefix, group in groups if group for c in group.registered_commands]
+    return {prefix + (c.name or c.callback.__name__): c.callback for prefix, c in found if c.callback}
 
 
 def parameters(command: Callable[..., Any]) -> Iterator[Parameter]:

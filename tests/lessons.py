@@ -9,6 +9,9 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from widgets.course.questions import read_questions
+from widgets.teach.worksheet import KEY
+
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
@@ -27,7 +30,17 @@ def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after:
     client = NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     nbformat.write(book, tmp_path / name)
+    assert unread_questions(book) == [], "a hand-out's answers.json lacks these questions"
     return book
+
+
+def unread_questions(book: nbformat.NotebookNode) -> list[str]:
+    """Returns the questions of the worksheets in a notebook's outputs that the cells' text does not show."""
+    asked = read_questions([cell.source if cell.cell_type == "code" else None for cell in book.cells])
+    outputs = [output for cell in book.cells for output in cell.get("outputs", ())]
+    sheets = [output.metadata[KEY] for output in outputs if KEY in output.get("metadata", {})]
+    return [item["question"] for sheet in sheets for item in sheet["items"]
+            if not any(one.asks(item["kind"], item["question"]) for one in asked)]  # fmt: skip
 
 
 def results(book: nbformat.NotebookNode) -> list[Any]:

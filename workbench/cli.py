@@ -1,4 +1,4 @@
-"""The command line: `workbench lab | demo | run | tune | show | what-if | compare | export | open`.
+"""The command line: `workbench lab | demo | run | tune | show | what-if | compare | export | open | course`.
 
 A user's mistake prints one sentence. Commands import heavy packages themselves, so `workbench show` needs no torch.
 """
@@ -27,6 +27,8 @@ app = typer.Typer(
     help="Watch and steer distributed training while it runs.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
+course = typer.Typer(help="Teach a class: a hand-out of the lessons, and marks.", no_args_is_help=True)
+app.add_typer(course, name="course")
 
 
 def plainly(command: Callable[..., None]) -> Callable[..., None]:
@@ -224,6 +226,36 @@ def open_traces(
         from workbench.entrypoints.report import write_page
 
         typer.echo(f"wrote {write_page(found, out)}")
+
+
+@course.command("export")
+@plainly
+def export_lessons(
+    lessons: Annotated[list[str] | None, typer.Argument(help="numbers of lessons, such as 05 06; none: all")] = None,
+    to: Annotated[Path, typer.Option(help="a new folder")] = Path("handout"),
+    slides: Annotated[bool, typer.Option(help="also make slides")] = True,
+    notebooks: Annotated[
+        Path | None, typer.Option(help="a folder with your copies of the lessons, whose outputs the slides show")
+    ] = None,
+) -> None:
+    """Write a hand-out for a class: notebooks, slides, answers.json and a README for the teacher."""
+    from workbench.entrypoints.course import export_course
+
+    for path in export_course(lessons or (), to, slides, notebooks):
+        typer.echo(f"wrote {path}")
+
+
+@course.command("mark")
+@plainly
+def mark_worksheets(
+    folder: Annotated[Path, typer.Argument(help="the folder with the students' worksheets or notebooks")],
+    answers: Annotated[Path | None, typer.Option(help="the answers.json of the hand-out")] = None,
+    out: Annotated[Path | None, typer.Option(help="also write the table as this CSV file")] = None,
+) -> None:
+    """Print a table of marks: a row for each student, a column for each question."""
+    from workbench.entrypoints.course import mark_course
+
+    typer.echo(mark_course(folder, answers, out))
 
 
 def opened(text: str) -> Run:

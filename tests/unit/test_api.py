@@ -141,7 +141,7 @@ def test_every_error_is_on_the_page_of_errors_or_internal() -> None:
 @pytest.mark.parametrize("name", command_line.commands())
 def test_the_page_of_commands_names_what_help_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    help_text = CliRunner().invoke(app, [name, "--help"]).output
+    help_text = CliRunner().invoke(app, [*name.split(), "--help"]).output
     for p in command_line.parameters(command_line.commands()[name]):
         word = p.name if p.is_argument else p.spelling.partition(",")[0]
         assert word.lower() in help_text.lower(), word

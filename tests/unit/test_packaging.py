@@ -63,7 +63,7 @@ def test_the_version_is_written_once_in_each_place_and_the_same() -> None:
 
 def test_the_entry_points_are_installed_and_load() -> None:
     found = {e.name: e.load() for e in entry_points(group="workbench.display")}
-    assert set(found) == {"Lab", "Run", "report"}
+    assert set(found) == {"Lab", "Run", "report", "handout", "marks"}
     assert all(callable(f) for f in found.values())
     assert any(e.value == "workbench.cli:app" for e in entry_points(group="console_scripts"))
 
@@ -110,7 +110,7 @@ def test_an_installed_wheel_runs_the_quickstart_and_finds_its_notebooks(tmp_path
     held = set(zipfile.ZipFile(wheel).namelist())
     for package in ("workbench", "widgets"):
         for path in (ROOT / package).rglob("*"):
-            if path.suffix in (".py", ".js", ".css") and "__pycache__" not in path.parts:
+            if path.suffix in (".py", ".js", ".css", ".md") and "__pycache__" not in path.parts:
                 assert path.relative_to(ROOT).as_posix() in held
     versions = packages.try_environment(tmp_path, wheel, packages.find_pinned_torch())
     assert versions.split()[1].startswith(packages.find_pinned_torch())

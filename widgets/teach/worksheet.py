@@ -25,7 +25,7 @@ KEY = "training-workbench"  # in the metadata of a cell's output
 MAX_FILE_BYTES = 20 << 20  # bytes of a readable file; notebooks contain pictures
 MAX_KEPT_TRIES = 20  # last tries to keep; all are counted
 LEFT = 'style="text-align: left"'  # pages align tables to the right, for numbers
-COLUMNS = ("student", "lesson", "kind", "question", "said", "answer", "right", "tries", "hints")
+COLUMNS = ("student", "lesson", "kind", "question", "said", "answer", "right", "late", "tries", "hints")
 
 _done: dict[tuple[str, str], dict[str, Any]] = {}
 
@@ -107,6 +107,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
     student: the name on the sheet; for a notebook, its file's name
     said, answer: a prediction and the record's answer
     right: whether the two are equal, or the exercise was solved
+    late: whether the student predicted when the run had begun
 
     Skips files without a sheet.
     """
@@ -119,7 +120,7 @@ def handed_in(folder: Path | str) -> pd.DataFrame:
                 said, answer = item.get("said"), item.get("answer")
                 right = bool(item.get("right")) if item["kind"] == "exercise" else said is not None and said == answer
                 whose = {"student": sheet.get("student") or path.stem, "lesson": sheet["lesson"], "right": right}
-                rows.append({**item, **whose})
+                rows.append({**item, **whose, "late": bool(item.get("late"))})
     return pd.DataFrame(rows, columns=list(COLUMNS)).fillna({"tries": 0, "hints": 0})
 
 

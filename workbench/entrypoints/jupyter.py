@@ -45,18 +45,27 @@ def make_command(folder: Path, port: int, opens: bool) -> list[str]:
 
 def find_notebooks() -> Path:
     """Returns the lessons' folder: the clone's, or a copy of the installed files in the current folder."""
-    cloned = Path(workbench.__file__).parents[1] / "notebooks"
-    if (cloned / FIRST).exists():
-        return cloned
+    found = locate_notebooks()
+    if found != find_installed():
+        return found
     here = Path.cwd() / "notebooks"
-    if (here / FIRST).exists():
-        return here
-    installed = Path(sysconfig.get_path("data"), "share", "training-workbench", "notebooks")
-    if not (installed / FIRST).exists():
-        where = f"neither in {cloned}, nor in {here}, nor in {installed}"
-        raise RunError(f"{FIRST}: found {where}; install the workbench again, or work in a clone")
     print(f"copying the notebooks to {here}", flush=True)
-    return Path(shutil.copytree(installed, here, dirs_exist_ok=True))
+    return Path(shutil.copytree(found, here, dirs_exist_ok=True))
+
+
+def locate_notebooks() -> Path:
+    """Returns the lessons' folder: the clone's, that in the current folder, or the installed one."""
+    cloned, here = Path(workbench.__file__).parents[1] / "notebooks", Path.cwd() / "notebooks"
+    for folder in (cloned, here, installed := find_installed()):
+        if (folder / FIRST).exists():
+            return folder
+    where = f"neither in {cloned}, nor in {here}, nor in {installed}"
+    raise RunError(f"{FIRST}: found {where}; install the workbench again, or work in a clone")
+
+
+def find_installed() -> Path:
+    """Returns the folder in which pip puts the lessons."""
+    return Path(sysconfig.get_path("data"), "share", "training-workbench", "notebooks")
 
 
 def find_free_port(port: int) -> int:
