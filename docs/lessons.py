@@ -42,6 +42,10 @@ RUNS = {
     Change(50, {"batch": 32, "pace": 171})])""",
     "11_one_strategy_two_clocks": """simulate(recipe("first_run").set("ranks", 16).set("steps", 75), changes=[
     Change(25, "bucket_mb", 10), Change(50, "strategy", LocalSGD())])""",
+    "03_collectives": """simulate(Experiment(task=ByteGPT(layers=2, width=64, heads=4, context=32), pace=100,
+    eval_every=0, steps=80, bucket_mb=64, fabric=Fabric(link=Link(bandwidth=100, latency=10), algorithm=Ring())),
+    changes=[Change(20, "fabric.link.bandwidth", 1000), Change(40, "fabric.link.latency", 1),
+    Change(60, "bucket_mb", 0.05)])""",
     "05_buckets": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=88,
     bucket_mb=0.25, fabric=Fabric(link=Link(bandwidth=300, latency=0.2))), changes=[Change(22, "bucket_mb", 8),
     Change(44, "fabric.link", Link(bandwidth=1000, latency=6)), Change(66, "bucket_mb", 0.25)])""",
