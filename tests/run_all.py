@@ -29,7 +29,7 @@ LONG = ("netns", "long", "slow")  # the groups behind `long`
 ASKED = ("every",)  # groups that run only on request
 WANTED = 15 * 60  # seconds that `make test` may take on two quiet cores
 # Processes per group. Tests wait most of their time, above all where ranks are threads.
-BESIDE = dict.fromkeys(("quick", "engine", "notebook", "browser", "netns"), 2)
+BESIDE = dict.fromkeys(("quick", "engine", "notebook", "browser"), 2)
 BESIDE |= dict.fromkeys(("ranks", "slow", "long", "every"), 3)
 # Groups without expensive fixtures per file: an idle worker takes tests of a busy worker's file, because some files
 # take 10 % of all time.
