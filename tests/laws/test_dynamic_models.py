@@ -51,7 +51,7 @@ def ended(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("case", "name"), thinned(PAIRS, of=16, long=4))
+@pytest.mark.parametrize(("case", "name"), thinned(PAIRS, of=16, long=8))
 def test_real_ranks_end_with_the_parameters_of_plain_torch(case: str, name: str) -> None:
     right = reference(CASES[case], RANKS)
     for session in run(chosen(CASES[case], name), within=60.0):
@@ -59,7 +59,7 @@ def test_real_ranks_end_with_the_parameters_of_plain_torch(case: str, name: str)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("case", "name"), thinned(SIMULATED, of=32, long=8))
+@pytest.mark.parametrize(("case", "name"), thinned(SIMULATED, of=32, long=16))
 def test_simulated_ranks_end_with_the_parameters_of_plain_torch(case: str, name: str, tmp_path: Path) -> None:
     e = chosen(CASES[case], name, save_every=STEPS, pace=5.0)
     simulate(e, real=True, checkpoints=tmp_path)

@@ -153,7 +153,7 @@ def test_a_strategy_takes_dense_and_ddp_takes_every_compressor(name: str) -> Non
 RUN = [(c, n) for c, n in product(COMPRESSORS, ALL) if (c in KINDS or n in ("DDP", "LocalSGD")) and takes(n, c)]
 
 
-@pytest.mark.parametrize(("compressor", "name"), thinned(RUN, of=4, long=16))
+@pytest.mark.parametrize(("compressor", "name"), thinned(RUN, of=4, long=32))
 def test_a_pair_with_a_compressor_runs(name: str, compressor: str) -> None:
     sessions = run(experiment(2, 9, strategy=ALL[name](), compressor=COMPRESSORS[compressor].usual()))
     assert {s.phase for s in sessions} == {"done"}

@@ -192,7 +192,7 @@ PARTS = 6  # tests that share the moments of one case, in turn
 
 
 @pytest.mark.parametrize(
-    ("name", "who", "fault", "part"), thinned(product(CASES, VICTIMS, FAULTS, range(1, PARTS + 1)), of=96, long=24)
+    ("name", "who", "fault", "part"), thinned(product(CASES, VICTIMS, FAULTS, range(1, PARTS + 1)), of=96, long=48)
 )
 def test_old_ranks_keep_their_state_at_each_moment_of_a_join(
     name: str, who: str, fault: str, part: int, monkeypatch: pytest.MonkeyPatch
