@@ -370,22 +370,25 @@ def test_no_imports_for_type_checkers_go_in_a_circle() -> None:
     assert sorted(inside) == []
 
 
-BASES = {(module(p), n.name): [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in n.bases]
-         for p in SOURCES for n in ast.walk(parse(p)) if isinstance(n, ast.ClassDef)}  # fmt: skip
+@cache
+def list_bases() -> dict[tuple[str, str], list[str]]:
+    """Returns the names of each class's bases by module and class."""
+    return {(module(p), n.name): [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in n.bases]
+            for p in SOURCES for n in ast.walk(parse(p)) if isinstance(n, ast.ClassDef)}  # fmt: skip
 
 
 def depth(where: str, name: str) -> int:
     """Returns how many of the project's classes are in this class's chain of bases, itself included."""
     near = [one.name for one in list_imports(MODULES[where]) if one.alias == name]
     home = find_module(near[0]) if near else where
-    key = next((key for key in ((home, name), (where, name)) if key in BASES), None)
+    key = next((key for key in ((home, name), (where, name)) if key in list_bases()), None)
     if key is None:
-        key = next((key for key in BASES if key[1] == name and within(key[0], home)), None)
-    return 0 if key is None else 1 + max((depth(key[0], base) for base in BASES[key] if base != name), default=0)
+        key = next((key for key in list_bases() if key[1] == name and within(key[0], home)), None)
+    return 0 if key is None else 1 + max((depth(key[0], base) for base in list_bases()[key] if base != name), default=0)
 
 
 def test_chains_of_classes_are_short() -> None:
-    outside = [(where, name) for where, name in BASES if room(where) not in FAMILIES.split()]
+    outside = [(where, name) for where, name in list_bases() if room(where) not in FAMILIES.split()]
     assert [f"{where}.{name}" for where, name in outside if depth(where, name) > 3] == []
 
 
@@ -436,7 +439,7 @@ def test_no_method_is_found_by_a_built_string() -> None:
 
 
 def test_a_class_name_means_one_thing() -> None:
-    counts = Counter(name for _, name in BASES if not name.startswith("_"))
+    counts = Counter(name for _, name in list_bases() if not name.startswith("_"))
     assert [name for name, n in counts.items() if n > 2] == []
 
 

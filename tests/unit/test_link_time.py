@@ -102,7 +102,7 @@ def test_a_stop_in_the_middle_of_a_collective_ends_all_of_it() -> None:
 @pytest.mark.parametrize("strategy", [DDP(), Gossip()], ids=str)
 def test_no_span_ends_after_the_end_of_a_stopped_run(strategy: Any) -> None:
     """Uses a slow Link. Messages in flight at the stop are excepted: their end was recorded as they left."""
-    e = Experiment(ranks=2, steps=0, eval_every=0, pace=20, strategy=strategy, fabric=Fabric(link=Link(bandwidth=2)))
+    e = Experiment(ranks=2, steps=0, eval_every=0, pace=20, strategy=strategy, fabric=Fabric(link=Link(bandwidth=8)))
     sessions = live(e)
     while min(len(s.record.losses()) for s in sessions) < 3:
         time.sleep(0.01)
