@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml constraints.txt setup.sh Makefile
 
-.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables pictures docs binder torture interrupts joins damage last-steps cycles soak runs-end mutants course packages lint clean
+.PHONY: help lab demo test test-gpu test-long quick bench bench-strategies bench-home bench-compression bench-prediction recovering netns tables pictures docs binder torture interrupts joins damage last-steps cycles soak runs-end mutants course outputs packages lint clean
 
 help:
 	@echo "make lab    open JupyterLab on the first notebook"
@@ -29,6 +29,7 @@ help:
 	@echo "make runs-end  five hundred short runs beside two spinning processes, and how each ended (SEED=7 replays)"
 	@echo "make mutants  plant mistakes in a copy of the package, one at a time: does a test notice? (20 minutes on a busy machine)"
 	@echo "make course  how long each lesson runs beside two spinning processes, into its head (LESSONS=\"05 08\")"
+	@echo "make outputs  run each lesson whose code has changed, and store its results in its notebook (LESSONS=\"05 08\")"
 	@echo "make packages  install the wheel with the lowest and the newest torch, under each Python found; run the quickstart"
 	@echo "make tables  write the reference pages from the code (docs/reference/, docs/project/shapes.md)"
 	@echo "make pictures  photograph the dashboard in Chromium (docs/start/*.png)"
@@ -110,6 +111,9 @@ mutants: $(VENV)/.installed-test
 
 course: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.course $(LESSONS)
+
+outputs: $(VENV)/.installed-test
+	@$(BIN)/python -m tests.outputs $(LESSONS)
 
 packages: $(VENV)/.installed-test
 	@$(BIN)/python -m tests.packages

@@ -5,12 +5,14 @@ A new lesson needs a line in RUNS. The build of the site makes its run, and repe
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
 import re
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from html import escape
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -128,22 +130,63 @@ The charts need scripts, which this browser does not allow.
 </div>
 <script defer src="{up}player.js"></script>
 """
+RESULT = '<div class="lesson-result">{shown}</div>'
+FOLDED = '<details class="lesson-result"><summary>Show the result</summary>{shown}</details>'  # it answers a question
 STATIC = "_static/lessons"
 
 
 def markdown(name: str, file: str, said: str) -> str:
     """Returns the notebook `name` as Markdown: its number in the title, its run and the text `said` at the end."""
     short, parts = Path(name).name, []
+    up, asked = "../" * name.count("/") + f"{STATIC}/", False
     for cell in json.loads((ROOT / f"{name}.ipynb").read_text("utf8"))["cells"]:
         source = "".join(cell["source"])
+        asks = cell["cell_type"] == "code" and "Prediction(" in source
         parts.append(source if cell["cell_type"] == "markdown" else _fenced(source))
+        if shown := "".join(_show(short, up, output) for output in cell.get("outputs", ())):
+            parts.append((FOLDED if asked and not asks else RESULT).format(shown=shown))
+        asked = asked or asks
         if cell["cell_type"] == "code" and source.splitlines()[-1:] == ["lab"] and WITHOUT not in parts:
             parts.append(WITHOUT)  # here the notebook shows the dashboard
     title, _, rest = parts[0].partition("\n")
     number = short.partition("_")[0]
     head = title.replace("# ", f"# {number} ", 1) + "\n" + HEAD.format(file=f"{short}.ipynb")
-    run = RUN.format(said=said, code=RUNS[short], up="../" * name.count("/") + f"{STATIC}/", run=file)
+    run = RUN.format(said=said, code=RUNS[short], up=up, run=file)
     return "\n\n".join([head, rest, *parts[1:], run])
+
+
+def _show(short: str, up: str, output: dict[str, Any]) -> str:
+    """Returns a stored output as HTML in one line, which Markdown leaves as it is."""
+    data = output.get("data", {"text/plain": output.get("text", ())})
+    text = "".join(data.get("text/plain", ()))
+    if "image/png" in data:
+        return f'<img loading="lazy" src="{up}{picture_file(short, data["image/png"])}" alt="{_one_line(text)}">'
+    if "text/html" in data:
+        return "".join(data["text/html"]).replace("\n", " ")
+    return f"<pre>{_one_line(text)}</pre>" if text else ""
+
+
+def _one_line(text: str) -> str:
+    return escape(text).replace("\n", "&#10;")
+
+
+def picture_file(short: str, data: str) -> str:
+    """Returns the name of the file of a lesson's picture. It changes with the picture."""
+    return f"{short}.{hashlib.sha256(data.encode()).hexdigest()[:12]}.png"
+
+
+def write_pictures(folder: Path) -> None:
+    """Writes the pictures of all lessons' stored outputs, and removes older ones."""
+    wanted = {}
+    for name in PAGES:
+        for cell in json.loads((ROOT / f"{name}.ipynb").read_text("utf8"))["cells"]:
+            found = [output.get("data", {}).get("image/png") for output in cell.get("outputs", ())]
+            wanted |= {picture_file(Path(name).name, data): data for data in found if data}
+    for old in folder.glob("*.*.png"):
+        if old.name not in wanted:
+            old.unlink()
+    for file, data in wanted.items():
+        (folder / file).write_bytes(base64.b64decode(data))
 
 
 def _fenced(source: str) -> str:
@@ -202,6 +245,7 @@ def build(app: Any) -> None:
     (folder / "plotly.js").write_text(f'window.wbPlotly = "{packed(plotly_js())}";\n', "utf8")
     glue, css = (HERE / "lessons.js").read_text("utf8"), json.dumps(PAGE_CSS)
     (folder / "player.js").write_text(f"(() => {{\nconst CSS = {css};\n{REPLAY_JS}\n{glue}}})();\n", "utf8")
+    write_pictures(folder)
     wanted = {page_file(Path(name).name): Path(name).name for name in PAGES}
     for old in folder.glob("*.*.js"):
         if old.name not in wanted:

@@ -3,6 +3,7 @@
     python -m tests.course            # lessons that have changed since they were measured
     python -m tests.course 05 08      # these lessons
     python -m tests.course --write    # measures nothing
+    python -m tests.course --outputs 05  # also stores the outputs of this run in the notebook (tests/outputs.py)
 
 A lesson runs as by *Run All* with open predictions. Time for reading and trying is not included; the teacher's page has
 the minutes of a lesson.
@@ -28,6 +29,7 @@ import nbformat
 import pytest
 
 from tests.lessons import NOTEBOOKS, execute
+from tests.static_outputs import FIRST, store
 
 DATA = Path(__file__).parents[1] / "docs" / "data" / "course.json"
 HEAD = re.compile(r"^\*Its cells run [^\n]*\*\n\n", re.MULTILINE)
@@ -61,10 +63,12 @@ def is_sentence(node: ast.expr) -> bool:
     return isinstance(text, str) and " " in text and "==" not in text
 
 
-def measured(name: str) -> dict[str, Any]:
-    """Runs a lesson. Returns the seconds of all its cells, and of the longest."""
+def measured(name: str, stores: bool = False) -> dict[str, Any]:
+    """Runs a lesson. Returns the seconds of all its cells, and of the longest. stores: whether to store its outputs"""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, spinning():
-        book = execute(name, Path(folder), patch)
+        book = execute(name, Path(folder), patch, first=FIRST if stores else "")
+        if stores:
+            store(NOTEBOOKS / name, book, code_of(name), {folder: "."})
     took = [seconds(cell) for cell in book.cells if cell.cell_type == "code"]
     return {"code": code_of(name), "seconds": round(sum(took), 1), "longest": round(max(took), 1),
             "day": time.strftime("%Y-%m-%d", time.gmtime()), "spinning": SPINNING}  # fmt: skip
@@ -123,7 +127,7 @@ def main(asked: list[str]) -> None:
         if not only and known.get(name, {}).get("code") == code_of(name):
             continue
         print(name, end=": ", flush=True)
-        known[name] = measured(name)
+        known[name] = measured(name, "--outputs" in asked)
         print(f"{known[name]['seconds']} s, the longest cell {known[name]['longest']} s", flush=True)
         DATA.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
     write(known)

@@ -9,26 +9,34 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.static_outputs import strip
 from widgets.course.questions import read_questions
 from widgets.teach.worksheet import KEY
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
-def execute(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **after: str) -> nbformat.NotebookNode:
+def execute(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str = "", **after: str
+) -> nbformat.NotebookNode:
     """Returns the notebook with its outputs. The files of its runs and engines are under `tmp_path`.
 
+    first: code to run before the first cell; its cell is not returned
     after: a text in a cell -> code to run after that cell
     """
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.setenv("WORKBENCH_RUNTIME_DIR", str(tmp_path / "labs"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    book = nbformat.read(NOTEBOOKS / name, as_version=4)
+    book = nbformat.from_dict(strip(nbformat.read(NOTEBOOKS / name, as_version=4)))
     for text, code in after.items():
         at = next(i for i, c in enumerate(book.cells) if c.cell_type == "code" and text in c.source)
         book.cells.insert(at + 1, nbformat.v4.new_code_cell(code))
+    if first:
+        book.cells.insert(0, nbformat.v4.new_code_cell(first))
     client = NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
+    if first:
+        book.cells.pop(0)
     nbformat.write(book, tmp_path / name)
     assert unread_questions(book) == [], "a hand-out's answers.json lacks these questions"
     return book

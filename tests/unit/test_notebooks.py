@@ -1,8 +1,9 @@
-"""Tests the lessons as files: stripped, small, and with a lesson's structure."""
+"""Tests the lessons as files: small, with fresh outputs, and with a lesson's structure."""
 
 from __future__ import annotations
 
 import ast
+import base64
 import json
 import re
 from pathlib import Path
@@ -12,6 +13,7 @@ import nbformat
 import pytest
 
 from tests.course import DATA, HEAD, code_of, head
+from tests.static_outputs import COVER, KEY, MAX_BYTES, read_texts, strip
 from widgets.hints import find_hints
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -26,14 +28,50 @@ def code(name: str) -> list[str]:
     return [cell.source for cell in book(name).cells if cell.cell_type == "code"]
 
 
+# Numbers of the lessons that lack stored outputs (`make outputs LESSONS="05 08"` stores them). It may only shrink.
+WITHOUT_OUTPUTS = tuple("01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24".split())
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_lesson_is_stripped_and_small(name: str) -> None:
-    raw = json.loads((FOLDER / name).read_text())
-    cells = [c for c in raw["cells"] if c["cell_type"] == "code"]
-    assert not any(c["outputs"] or c["execution_count"] for c in cells)
-    assert "widgets" not in raw["metadata"] and raw["metadata"]["kernelspec"]["name"] == "python3"
-    assert (FOLDER / name).stat().st_size < 20_000
+def test_a_lesson_is_small_without_its_outputs(name: str) -> None:
+    raw = strip(json.loads((FOLDER / name).read_text("utf8")))
+    assert raw["metadata"]["kernelspec"]["name"] == "python3"
+    assert len(json.dumps(raw, indent=1, ensure_ascii=False).encode()) < 20_000
     nbformat.validate(book(name))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_lesson_has_the_outputs_of_its_present_code(name: str) -> None:
+    raw = json.loads((FOLDER / name).read_text("utf8"))
+    cells = [cell for cell in raw["cells"] if cell["cell_type"] == "code"]
+    full = [cell for cell in cells if cell["outputs"]]
+    assert all(cell["metadata"]["jupyter"]["outputs_hidden"] for cell in full), "a reader would see answers"
+    assert all(cell["outputs"][0] == COVER for cell in full), "JupyterLab shows the first line of a hidden cell"
+    if name[:2] in WITHOUT_OUTPUTS:
+        assert not full and KEY not in raw["metadata"], f"take {name[:2]} off WITHOUT_OUTPUTS"
+        return
+    assert raw["metadata"][KEY] == {"code": code_of(name), "cells": len(full)}, f"make outputs LESSONS={name[:2]}"
+    assert all(cell["outputs"] for cell in cells if shows_result("".join(cell["source"]))), "a result is missing"
+
+
+def shows_result(source: str) -> bool:
+    """Whether a cell surely has a result: it ends with a name or a dictionary, or answers a question."""
+    last = ast.parse(source).body[-1]
+    ends = isinstance(last, ast.Expr) and isinstance(last.value, ast.Name | ast.Dict)
+    return ends or bool(re.match(r"\w+\.(?:after|against)\(", source.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stored_outputs_are_small_described_and_of_no_machine(name: str) -> None:
+    raw = json.loads((FOLDER / name).read_text("utf8"))
+    for output in (one for cell in raw["cells"] for one in cell.get("outputs", ())):
+        data = output.get("data", {})
+        assert len(json.dumps({k: v for k, v in data.items() if k != "image/png"})) < MAX_BYTES / 10
+        assert len(base64.b64decode(data.get("image/png", ""))) < MAX_BYTES
+        assert "image/png" not in data or len("".join(data["text/plain"])) > 10, "a picture needs a description"
+    said = "\n".join(read_texts(raw))
+    assert not re.findall(r"<style|style=|<script|/home/|/tmp/|/root/|\d\d:\d\d:\d\d|\b20\d\d-\d\d-\d\d", said)
+    assert "Predict first" not in said, "the results of a lesson are shown"
 
 
 WRITES = {"24_your_own.ipynb": 32}  # a strategy is a class, which cannot be split into cells

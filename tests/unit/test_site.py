@@ -56,6 +56,36 @@ def test_the_formulas_of_a_lesson_can_be_drawn(name: str) -> None:
             assert "<math" in tex2mathml(block or inline, as_block=bool(block))
 
 
+def test_stored_outputs_are_shown_and_answers_are_folded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sphinx", reason="needs the docs extra")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import lessons
+
+    def cell(source: str, **data: list[str] | str) -> dict[str, Any]:
+        shown = {key.replace("_", "/"): value for key, value in data.items()}
+        outputs = [{"output_type": "display_data", "metadata": {}, "data": one} for one in ({}, shown)] if data else []
+        return {"cell_type": "code", "source": [source], "outputs": outputs}
+
+    cells = [{"cell_type": "markdown", "source": ["# First run"]}, cell("1 + 1", text_plain=["a < b\n", "\n", "c"]),
+             cell("Prediction()", text_html=["<p>How\n", "long?</p>"]),
+             cell("guess.after(x)", image_png="AAAA", text_plain=['a "chart"']), cell("y = 1")]  # fmt: skip
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "notebooks" / "01_first_run.ipynb").write_text(json.dumps({"cells": cells}))
+    monkeypatch.setattr(lessons, "ROOT", tmp_path)
+    monkeypatch.setattr(lessons, "PAGES", ["notebooks/01_first_run"])
+    text = lessons.markdown("notebooks/01_first_run", "run.js", "Simulated.")
+    shown = [line for line in text.splitlines() if "lesson-result" in line]
+    assert shown[0] == '<div class="lesson-result"><pre>a &lt; b&#10;&#10;c</pre></div>'
+    assert shown[1] == '<div class="lesson-result"><p>How long?</p></div>'
+    assert shown[2].startswith(
+        '<details class="lesson-result"><summary>Show the result</summary><img loading="lazy" src='
+    )
+    assert shown[2].endswith('alt="a &quot;chart&quot;"></details>') and len(shown) == 3
+    lessons.write_pictures(tmp_path)
+    (file,) = tmp_path.glob("*.png")
+    assert file.read_bytes() == b"\0\0\0" and file.name in shown[2]
+
+
 def test_is_address_accepts_only_addresses() -> None:
     assert is_address("https://docs.pytorch.org/docs/stable/ddp.html#a-b") and is_address("mailto:a@b.org")
     for wrong in ("https://", "https://one word.org", "http//x.org", "https://localhost", "mailto:a", "javascript:f()"):

@@ -64,10 +64,12 @@ class Lesson:
     def make_notebook(self, kept: Sequence[str]) -> str:
         """Returns the notebook without outputs. Links to files outside of `kept` become plain text."""
         book = nbformat.from_dict(self.book)
-        book.metadata.pop("widgets", None)
+        for name in ("widgets", KEY):
+            book.metadata.pop(name, None)
         for cell in book.cells:
             if cell.cell_type == "code":
                 cell.outputs, cell.execution_count = [], None
+                cell.metadata.pop("jupyter", None)
             elif cell.cell_type == "markdown":
                 cell.source = make_links_plain(cell.source, kept)
         return nbformat.writes(book) + "\n"

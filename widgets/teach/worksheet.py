@@ -137,7 +137,8 @@ def _read_sheets(path: Path) -> list[dict[str, Any]]:
     held = [found.get(KEY)]
     for cell in found.get("cells", ()):
         held += [output.get("metadata", {}).get(KEY) for output in cell.get("outputs", ())]
-    return list({sheet["lesson"]: sheet for sheet in held if _is_valid(sheet)}.values())
+    mine = [sheet for sheet in held if _is_valid(sheet) and not sheet.get("stored")]  # not those of the course itself
+    return list({sheet["lesson"]: sheet for sheet in mine}.values())
 
 
 def _is_valid(sheet: Any) -> TypeGuard[dict[str, Any]]:
