@@ -78,10 +78,13 @@ RUNS = {
     Change(22, "fabric.algorithm", HalvingDoubling()), Change(44, "fabric.algorithm", ParameterServer()),
     Change(66, "fabric.algorithm", DoubleTree()),
     Change(88, {"fabric.site": 2, "fabric.between_latency": 20, "fabric.algorithm": Hierarchical()})])""",
-    "06_it_does_not_fit": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=110,
-    fabric=Fabric(link=Link(bandwidth=400, latency=0.5), host=0.2, disk=0.1)), changes=[
-    Change(22, "strategy", ZeRO1()), Change(44, "strategy", ZeRO2()), Change(66, "strategy", ZeRO3()),
-    Change(88, "partition.checkpoint", "units")])""",
+    "06_it_does_not_fit": """simulate(Experiment(task=ByteGPT(layers=4), batch=2, pace=300, eval_every=0, steps=88,
+    fabric=Fabric(link=Link(bandwidth=400, latency=0.5))), changes=[
+    Change(22, "strategy", ZeRO1()), Change(44, "strategy", ZeRO2()), Change(66, "strategy", ZeRO3())])""",
+    "20_off_the_device": """simulate(Experiment(task=ByteGPT(layers=4), batch=8, pace=300, eval_every=0, steps=40,
+    strategy=ZeRO3(), fabric=Fabric(link=Link(bandwidth=400, latency=0.5), host=0.2, disk=0.1)), changes=[
+    Change(10, "strategy", ZeROOffload()), Change(20, "strategy", ZeROInfinity()),
+    Change(30, {"strategy": ZeRO3(), "partition.checkpoint": "units"})])""",
     "07_in_stages": """simulate(Experiment(task=ByteGPT(layers=8, width=96, heads=4, context=32), batch=32, pace=1600,
     eval_every=0, steps=66, partition=Pipeline(stages=4, micros=4, schedule=GPipe())), changes=[
     Change(22, "partition.schedule", OneFOneB()), Change(44, "partition.micros", 8)])""",

@@ -90,7 +90,7 @@ def test_a_handout_has_notebooks_without_outputs_answers_and_a_page_for_the_teac
     assert [one["id"] for one in six["questions"]] == ["06.1", "06.2", "06.3"] and seven["lesson"] == "07 In stages"
     prediction, exercise = six["questions"][1:]
     assert "as many" in prediction["choices"] and prediction["answer"] is None and "record" in prediction["note"]
-    assert exercise["question"] == "a step within 5 % of the shortest" and "choices" not in exercise
+    assert exercise["question"] == FEWEST and "choices" not in exercise
 
 
 def test_links_to_lessons_outside_of_the_handout_become_text() -> None:
@@ -207,7 +207,9 @@ def hand_in(folder: Path, name: str, lesson: str, *items: dict[str, Any]) -> Non
 IDLE = "4 stages, 4 micro-batches: for how much of the time is a stage idle?"
 TURN = "What does 1F1B change, with the same number of micro-batches?"
 ABOUT, MEMORY = "about 43%: (p-1) / (m+p-1)", "the memory shrinks: fewer micro-batches in flight"
-NEEDS = "0.4 million parameters of 4 bytes, Adam, 2 texts of 64 letters per rank and step. What takes the most of a "
+HALVED = ("0.4 million parameters, Adam. Mixed precision halves the bytes of a parameter and of its gradient. "
+          "All model states together are then ...")  # fmt: skip
+FEWEST = "How few devices hold seventy billion parameters?"
 BUBBLE = {"kind": "exercise", "question": "a bubble of at most 15% with 4 stages", "tries": 2, "right": True}
 
 
@@ -215,8 +217,8 @@ def homework(folder: Path) -> None:
     """Hands in what the how-to page shows."""
     hand_in(folder, "Ada Lovelace", "07 In stages", predicted(IDLE, ABOUT, ABOUT),
             predicted(TURN, "both shrink", MEMORY, late=True), BUBBLE)  # fmt: skip
-    hand_in(folder, "Bob", "06 It does not fit", predicted(NEEDS + "rank's memory?", "gradients", "optimizer state"),
-            {"kind": "exercise", "question": "a step within 5 % of the shortest", "tries": 1})  # fmt: skip
+    hand_in(folder, "Bob", "06 It does not fit", predicted(HALVED, "half as large", "the same"),
+            {"kind": "exercise", "question": FEWEST, "tries": 1})  # fmt: skip
     hand_in(folder, "Bob", "07 In stages", predicted(IDLE, "I do not know", None))
 
 
