@@ -91,6 +91,10 @@ RUNS = {
     "08_one_layer_on_two_ranks": """simulate(Experiment(task=ByteGPT(layers=1), ranks=4, batch=8, pace=200,
     eval_every=0, steps=30, fabric=Fabric(link=Link(bandwidth=1000, latency=0.1))), changes=[
     Change(10, "partition", Tensor(ways=2)), Change(20, "partition.sequence", True)])""",
+    "09_meshes": """simulate(Experiment(task=ByteGPT(layers=2, width=128, heads=8), ranks=8, batch=8, pace=400,
+    eval_every=0, steps=15, partition=Pipeline(stages=2, micros=4, of=Tensor(ways=2)),
+    fabric=Fabric(link=Link(bandwidth=2000, latency=0.05), site=4, between_bandwidth=200, between_latency=2)), changes=[
+    Change(5, "partition", Tensor(ways=4)), Change(10, "partition", Tensor(ways=8))])""",
     "23_ranks_you_do_not_own": """simulate(Experiment(task=Digits(width=8, hidden=64, shards="dirichlet", alpha=0.1),
     lr=0.016, pace=50, eval_every=8, steps=96, strategy=LocalSGD(every=8),
     fabric=Fabric(link=Link(bandwidth=100, latency=5))), real=True, changes=[
