@@ -225,3 +225,11 @@ def test_every_figure_has_a_title_a_description_and_text_of_14_px(name: str) -> 
     assert layout.height < 700 and "nan" not in str(FIGURES[name])
     named = [layout.xaxis.title.text, layout.yaxis.title.text]
     assert any(named) or name in ("graph", "memory"), "an axis with a unit"
+
+
+def test_ticks_of_a_short_logarithmic_axis_show_whole_numbers() -> None:
+    figure = draw_lines({"ring": ([2, 4, 8, 16, 32], [3.0, 5.0, 9.0, 17.0, 40.0])}, "ranks", "ms", "a ring", log="x")
+    axis = figure.layout.xaxis
+    assert {2, 5, 10, 20} <= set(axis.tickvals) and axis.tickformat == "~s"
+    wide = draw_lines({"ring": ([1, 1000], [1.0, 2.0])}, "ranks", "ms", "a ring", log="x")
+    assert wide.layout.xaxis.dtick == 1

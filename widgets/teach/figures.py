@@ -264,7 +264,7 @@ def draw_roofline(
         yaxis=log_axis([peak, *(least * rate for rate in bandwidths.values()), *(y for _, y in points.values())]),
     )  # fmt: skip
     for number, (name, rate) in enumerate(bandwidths.items()):
-        x, name = [least, ridges[name], most], f"{name}: {format_bytes(rate)}/s, ridge at {ridges[name]:.3g} FLOP/B"
+        x, name = [least, ridges[name], most], f"{name}: {format_bytes(rate)}/s, ridge at {_round(ridges[name])} FLOP/B"
         figure.add_trace(
             go.Scatter(x=x, y=[least * rate, peak, peak], mode="lines", name=name, line=curve_line(number, 3))
         )
@@ -276,7 +276,7 @@ def draw_roofline(
             marker={"symbol": theme.rank_symbol(number), "size": 13, "color": INK},
         ))  # fmt: skip
     told = [f"{name} at {x:.3g} FLOP per byte and {_flops(y)}" for name, (x, y) in points.items()]
-    roofs = [f"{name} meets the peak at {x:.3g} FLOP per byte" for name, x in ridges.items()]
+    roofs = [f"{name} meets the peak at {_round(x)} FLOP per byte" for name, x in ridges.items()]
     alt = f"{title}. Peak: {_flops(peak)}. Roofs: {'; '.join(roofs)}. Points: {'; '.join(told)}."
     return title_figure(figure, title, f"peak: {_flops(peak)}", alt)
 
@@ -364,6 +364,11 @@ def _name(member: Any, *kept: str) -> str:
 
 def _circle(size: int, width: int, colour: str) -> dict[str, Any]:
     return {"size": size, "color": PAPER, "line": {"width": width, "color": colour}}
+
+
+def _round(x: float) -> str:
+    """Returns a number with three digits, without an exponent: 7,810."""
+    return f"{float(f'{x:.3g}'):,.0f}" if x >= 100 else f"{x:.3g}"
 
 
 def _flops(rate: float) -> str:

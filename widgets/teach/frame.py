@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,9 +54,16 @@ def curve_line(number: int, width: float) -> dict[str, Any]:
 
 
 def log_axis(values: Sequence[float]) -> dict[str, Any]:
-    """Returns a logarithmic axis with a tick per power of 10, or more ticks if `values` span less than two."""
+    """Returns a logarithmic axis with a tick per power of 10, and at 2 and 5 if `values` span less than two powers.
+
+    Each tick shows its whole number: by itself plotly would write 20 and 50 as a small 2 and 5.
+    """
     some = [v for v in values if v > 0]
-    return {"type": "log", "exponentformat": "SI", "dtick": 1 if some and max(some) >= 100 * min(some) else "D2"}
+    if not some or max(some) >= 100 * min(some):
+        return {"type": "log", "exponentformat": "SI", "dtick": 1}
+    low, high = math.floor(math.log10(min(some))) - 1, math.ceil(math.log10(max(some))) + 1
+    ticks = [digit * 10.0**power for power in range(low, high + 1) for digit in (1, 2, 5)]
+    return {"type": "log", "tickvals": ticks, "tickformat": "~s"}
 
 
 def rank_axis(count: int, what: str = "rank") -> dict[str, Any]:
