@@ -211,7 +211,8 @@ def painting() -> Iterator[Any]:
 
 
 PAINT = """async (figure) => {
-  document.body.innerHTML = '<div id="figure" style="width: fit-content; background: white"></div>';
+  const { width, height } = figure.layout;
+  document.body.innerHTML = `<div id="figure" style="width: ${width}px; height: ${height}px; background: white"></div>`;
   await Plotly.newPlot("figure", figure.data, figure.layout, {staticPlot: true});
 }"""
 

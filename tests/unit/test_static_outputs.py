@@ -15,7 +15,20 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 from PIL import Image
 
-from tests.static_outputs import FIRST, KEY, bare, convert, describe, drop_controls, plain, shrink, store, strip
+from tests.chromium import find
+from tests.static_outputs import (
+    FIRST,
+    KEY,
+    bare,
+    convert,
+    describe,
+    drop_controls,
+    painting,
+    plain,
+    shrink,
+    store,
+    strip,
+)
 from widgets.course.handout import Lesson
 from widgets.lesson import draw_lines, handed_in
 
@@ -114,6 +127,16 @@ def test_a_figure_becomes_a_picture_with_its_description() -> None:
     assert made is not None and made["data"]["image/png"] == "painted"
     assert made["data"]["text/plain"] == ["Drift. y (ms) over x (s). a: from 3 at 1 to 4 at 2."]
     assert describe({"layout": {"title": {"text": "<b>Cost</b>"}}}) == "Chart: Cost"
+
+
+@pytest.mark.browser
+def test_a_painted_figure_is_as_wide_as_a_page_and_as_high_as_its_layout() -> None:
+    if find() is None:
+        pytest.skip("no chromium on this machine")
+    figure = json.loads(draw_lines({"a": ([1, 2], [3, 4])}, "x (s)", "y (ms)", "Drift").to_json())
+    with painting() as paint:
+        painted = Image.open(io.BytesIO(base64.b64decode(paint(figure))))
+    assert painted.size == (1000, figure["layout"]["height"])
 
 
 def test_a_picture_has_few_colours_and_at_most_300_kb() -> None:
