@@ -36,7 +36,7 @@ _FAMILIES = (  # packages whose files hold members
     "fabric.algorithms", "tasks",
 )  # fmt: skip
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def public_names() -> dict[str, str]:
