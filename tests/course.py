@@ -29,7 +29,7 @@ import nbformat
 import pytest
 
 from tests.lessons import NOTEBOOKS, execute
-from tests.static_outputs import FIRST, store
+from tests.static_outputs import FIRST, LAST, store
 
 DATA = Path(__file__).parents[1] / "docs" / "data" / "course.json"
 HEAD = re.compile(r"^\*Its cells run [^\n]*\*\n\n", re.MULTILINE)
@@ -66,7 +66,7 @@ def is_sentence(node: ast.expr) -> bool:
 def measured(name: str, stores: bool = False) -> dict[str, Any]:
     """Runs a lesson. Returns the seconds of all its cells, and of the longest. stores: whether to store its outputs"""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder, spinning():
-        book = execute(name, Path(folder), patch, first=FIRST if stores else "")
+        book = execute(name, Path(folder), patch, first=FIRST if stores else "", last=LAST if stores else "")
         if stores:
             store(NOTEBOOKS / name, book, code_of(name), {folder: "."})
     took = [seconds(cell) for cell in book.cells if cell.cell_type == "code"]

@@ -17,11 +17,12 @@ NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 
 
 def execute(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str = "", **after: str
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str = "", last: str = "", **after: str
 ) -> nbformat.NotebookNode:
     """Returns the notebook with its outputs. The files of its runs and engines are under `tmp_path`.
 
-    first: code to run before the first cell; its cell is not returned
+    first: code to run before the first cell
+    last:  code to run after the last cell. The cells of `first` and `last` are not returned
     after: a text in a cell -> code to run after that cell
     """
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
@@ -33,10 +34,14 @@ def execute(
         book.cells.insert(at + 1, nbformat.v4.new_code_cell(code))
     if first:
         book.cells.insert(0, nbformat.v4.new_code_cell(first))
+    if last:
+        book.cells.append(nbformat.v4.new_code_cell(last))
     client = NotebookClient(book, timeout=600, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     if first:
         book.cells.pop(0)
+    if last:
+        book.cells.pop()
     nbformat.write(book, tmp_path / name)
     assert unread_questions(book) == [], "a hand-out's answers.json lacks these questions"
     return book

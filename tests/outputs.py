@@ -20,7 +20,7 @@ import pytest
 
 from tests.course import code_of, lessons
 from tests.lessons import NOTEBOOKS, execute
-from tests.static_outputs import FIRST, KEY, store, strip
+from tests.static_outputs import FIRST, KEY, LAST, store, strip
 
 
 def is_fresh(name: str) -> bool:
@@ -33,7 +33,7 @@ def is_fresh(name: str) -> bool:
 def run(name: str) -> int:
     """Executes a lesson and stores its outputs. Returns the number of cells with outputs."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        book = execute(name, Path(folder), patch, first=FIRST)
+        book = execute(name, Path(folder), patch, first=FIRST, last=LAST)
         return store(NOTEBOOKS / name, book, code_of(name), {folder: "."})
 
 

@@ -45,6 +45,15 @@ FIRST = """def show_results():
     Prediction.against = against
 
 show_results()"""  # no guess is needed, and a picture has no date
+LAST = """def end_run():
+    import time
+    lab = globals().get("lab")
+    if lab is not None and lab.live:
+        lab.stop()
+        lab.run_now.wait(60)
+        time.sleep(5)
+
+end_run()"""  # a run that an exercise left alive has no picture yet
 DATED = re.compile(r"\b20\d{6}-\d{6}-")  # at the beginning of a run's name
 NO_PICTURE = "Here JupyterLab shows controls and charts of this cell."
 

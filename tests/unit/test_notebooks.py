@@ -28,10 +28,6 @@ def code(name: str) -> list[str]:
     return [cell.source for cell in book(name).cells if cell.cell_type == "code"]
 
 
-# Numbers of the lessons that lack stored outputs (`make outputs LESSONS="05 08"` stores them). It may only shrink.
-WITHOUT_OUTPUTS = tuple("01 02 03 04 05 06 07 08 09 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24".split())
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_a_lesson_is_small_without_its_outputs(name: str) -> None:
     raw = strip(json.loads((FOLDER / name).read_text("utf8")))
@@ -47,9 +43,6 @@ def test_a_lesson_has_the_outputs_of_its_present_code(name: str) -> None:
     full = [cell for cell in cells if cell["outputs"]]
     assert all(cell["metadata"]["jupyter"]["outputs_hidden"] for cell in full), "a reader would see answers"
     assert all(cell["outputs"][0] == COVER for cell in full), "JupyterLab shows the first line of a hidden cell"
-    if name[:2] in WITHOUT_OUTPUTS:
-        assert not full and KEY not in raw["metadata"], f"take {name[:2]} off WITHOUT_OUTPUTS"
-        return
     assert raw["metadata"][KEY] == {"code": code_of(name), "cells": len(full)}, f"make outputs LESSONS={name[:2]}"
     assert all(cell["outputs"] for cell in cells if shows_result("".join(cell["source"]))), "a result is missing"
 
