@@ -131,7 +131,7 @@ def deafen(rank: int | None) -> None:
     from workbench.cluster.engines import engine_server
 
     bench = engine_server._server
-    vars(bench).pop("_reply", None)
+    vars(bench).pop("_make_reply", None)
     if bench.session_arguments.get("rank") == rank:
         bench._make_reply = lambda ask, blob: [b'{"number": -2}', b""]
 
