@@ -32,10 +32,10 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
 @pytest.mark.parametrize(
     ("name", "ranks", "moment"),
     [("DDP", (0, 1), "there"),
-     *(pytest.param(*case, marks=pytest.mark.long) for case in [
-         ("DDP", (0,), "joining"), ("LocalSGD", (3,), "asked"), ("DiLoCo", (0, 1), "joining")]),
-     *(pytest.param(*case, marks=pytest.mark.every) for case in [
-         ("DDP", (3,), "there"), ("DDP", (0, 1), "joining"), ("LocalSGD", (0,), "there")])],
+     *(pytest.param(name, ranks, moment, marks=pytest.mark.long)
+       for name, ranks, moment in [("DDP", (0,), "joining"), ("DDP", (3,), "there"), ("DDP", (0, 1), "joining"),
+                                   ("LocalSGD", (0,), "there"), ("LocalSGD", (3,), "asked"),
+                                   ("DiLoCo", (0, 1), "joining")])],
 )  # fmt: skip
 def test_survivors_of_a_join_train_on_from_trained_values(
     lab: Lab, name: str, ranks: tuple[int, ...], moment: str
